@@ -1,0 +1,8 @@
+"""Sequence-parallel training of Multi-head Latent Attention: three forms, their costs, and how to run them."""
+
+from .attention import MLAAttention
+from .config import MLAConfig
+from .costs import communication
+from .parallel import all_reduce_gradients
+
+__all__ = ["MLAAttention", "MLAConfig", "all_reduce_gradients", "communication"]

@@ -1,0 +1,45 @@
+"""Absorbed (the paper's B2, §3.2): gather the latent and attend in it, the up-projection folded into the query."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..parallel import gather_sequence, heads_to_sequence, sequence_to_heads
+from ..rotary import Rotary
+from .projections import Attend, Projections, local_heads
+
+
+def absorbed(
+    mla: Projections, hidden: Tensor, rotary: Rotary, attend: Attend, group: ProcessGroup | None, *, score: str
+) -> Tensor:
+    """``[batch, seq/sp, hidden]`` to ``[batch, seq/sp, heads, v]``.
+
+    ``score="joint"`` forms one product over the latent and the rotary band together; ``"split"`` forms two score
+    matrices and adds them, as the paper's memory figures imply.
+    """
+    c = mla.config
+    q = mla.query(hidden, rotary)  # [batch, seq/sp, heads, nope + rope]
+    latent, k_rope = mla.latent(hidden, rotary)  # [batch, seq/sp, kv_lora], [batch, seq/sp, rope]
+
+    q = sequence_to_heads(q, group)  # [batch, seq, heads/sp, nope + rope]
+    key = gather_sequence(torch.cat((latent, k_rope), dim=-1), group).unsqueeze(2)  # [batch, seq, 1, kv_lora + rope]
+    up_k, up_v = local_heads(mla, group).split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
+
+    q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+    q_absorbed = _each_head(q_nope, up_k)  # [batch, seq, heads/sp, kv_lora]
+    value = key[..., : c.kv_lora_rank]  # [batch, seq, 1, kv_lora]
+    if score == "joint":
+        accumulator = attend(torch.cat((q_absorbed, q_rope), dim=-1), key, value)
+    else:
+        accumulator = attend((q_absorbed, q_rope), (value, key[..., c.kv_lora_rank :]), value)
+    out = _each_head(accumulator, up_v.transpose(1, 2))  # [batch, seq, heads/sp, v]
+    return heads_to_sequence(out, group)
+
+
+def _each_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply ``[batch, s, heads', n]`` by one ``[n, m]`` matrix a head: ``[heads', n, m]``."""
+    rows = x.permute(2, 0, 1, 3).flatten(1, 2)  # [heads', batch * s, n]
+    product = torch.bmm(rows.contiguous(), weight)  # [heads', batch * s, m]
+    return product.unflatten(1, x.shape[:2]).permute(1, 2, 0, 3)  # [batch, s, heads', m]

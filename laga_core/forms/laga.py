@@ -1,0 +1,27 @@
+"""Laga (the paper's algorithm 1): gather the latent, rebuild keys and values here for this rank's heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..parallel import gather_sequence, heads_to_sequence, sequence_to_heads
+from ..rotary import Rotary
+from .projections import Attend, Projections, join_key, keys_and_values, local_heads
+
+
+def laga(mla: Projections, hidden: Tensor, rotary: Rotary, attend: Attend, group: ProcessGroup | None) -> Tensor:
+    """``[batch, seq/sp, hidden]`` to ``[batch, seq/sp, heads, v]``."""
+    c = mla.config
+    q = mla.query(hidden, rotary)  # [batch, seq/sp, heads, nope + rope]
+    latent, k_rope = mla.latent(hidden, rotary)  # [batch, seq/sp, kv_lora], [batch, seq/sp, rope]
+
+    q = sequence_to_heads(q, group)  # [batch, seq, heads/sp, nope + rope]
+    gathered = gather_sequence(torch.cat((latent, k_rope), dim=-1), group)  # [batch, seq, kv_lora + rope]
+    latent, k_rope = gathered.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+
+    k, v = keys_and_values(mla, latent, local_heads(mla, group))  # [batch, seq, heads/sp, nope], [.., v]
+    k = join_key(k, k_rope)  # [batch, seq, heads/sp, nope + rope]
+    out = attend(q, k, v.contiguous())  # a copy of v, so that k and v do not both stay alive through it
+    return heads_to_sequence(out, group)
