@@ -1,0 +1,70 @@
+"""The symbols that the closed forms are written in, and the three things an expression turns into.
+
+A form's cost is one SymPy expression; it is evaluated in Python, typeset in the book and run in a widget, so that the
+three cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+import torch
+from sympy.printing.jscode import JavascriptCodePrinter
+
+from ..config import MLAConfig
+
+
+def _symbol(name: str, latex: str) -> sympy.Symbol:
+    symbol = sympy.Symbol(name, positive=True, integer=True)
+    LATEX[symbol] = latex
+    return symbol
+
+
+LATEX: dict[sympy.Symbol, str] = {}
+"""How each symbol is typeset."""
+
+SEQ = _symbol("seq", "S")
+SP = _symbol("sp", "P")
+BATCH = _symbol("batch", "B")
+HEADS = _symbol("num_attention_heads", "n_h")
+NOPE = _symbol("qk_nope_head_dim", r"d_\text{nope}")
+ROPE = _symbol("qk_rope_head_dim", r"d_\text{rope}")
+VALUE = _symbol("v_head_dim", "d_v")
+KV_LORA = _symbol("kv_lora_rank", "d_{kv}")
+ITEMSIZE = _symbol("itemsize", "w")
+
+
+def check_sizes(config: MLAConfig, seq: int, sp: int, batch: int = 1) -> None:
+    """Raise ``ValueError`` unless ``sp`` ranks can share ``seq`` tokens and this configuration's heads evenly."""
+    if not isinstance(config, MLAConfig):
+        raise TypeError(
+            f"expected an MLAConfig, got {type(config).__name__}; see MLAConfig.preset and MLAConfig.from_hf"
+        )
+    config.check_degree(sp)
+    for name, value in (("seq", seq), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if seq % sp:
+        raise ValueError(f"seq={seq} cannot be split evenly over sp={sp} ranks; pad it to {-(-seq // sp) * sp}")
+
+
+def substitutions(config: MLAConfig, *, seq: int, sp: int, batch: int, dtype: torch.dtype) -> dict[sympy.Symbol, int]:
+    """Numbers for the symbols of this module."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch dtype, got {dtype!r}")
+    values: dict[sympy.Symbol, int] = {SEQ: seq, SP: sp, BATCH: batch, ITEMSIZE: dtype.itemsize}
+    for symbol in (HEADS, NOPE, ROPE, VALUE, KV_LORA):
+        values[symbol] = getattr(config, symbol.name)
+    return values
+
+
+def to_latex(expression: sympy.Expr) -> str:
+    """The expression as LaTeX, in the book's notation."""
+    return sympy.latex(expression, symbol_names=LATEX)
+
+
+def to_vega(expression: sympy.Expr, names: Mapping[str, str] | None = None) -> str:
+    """The expression as a Vega expression over signals named as its symbols, or as ``names`` maps them."""
+    renamed = expression.subs({symbol: sympy.Symbol((names or {}).get(symbol.name, symbol.name)) for symbol in LATEX})
+    return JavascriptCodePrinter({"strict": True}).doprint(renamed).replace("Math.", "")
