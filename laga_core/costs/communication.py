@@ -1,7 +1,8 @@
-"""Closed forms of communication: what one rank sends in one forward. A form is a list of the tensors it moves, each by a collective; how
-bytes are counted is the accounting. Under ``"wire"`` a rank sends what other ranks need of what it holds. Under
-``"paper"`` (table 1 of the Laga paper, found from its cells) all-to-alls count twice and the all-gather once, without
-its factor sp - 1.
+"""Closed forms of communication: what one rank sends in one forward.
+
+A form is a list of the tensors it moves, each by a collective; how bytes are counted is the accounting. Under
+``"wire"`` a rank sends what other ranks need of what it holds. Under ``"paper"`` (the accounting that yields every cell
+of table 1 of the Laga paper) all-to-alls count twice and the all-gather once, without its factor sp - 1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 from ..config import MLAConfig
 from ..forms import resolve_form
 from .symbols import BATCH, HEADS, ITEMSIZE, KV_LORA, NOPE, ROPE, SEQ, SP, VALUE, check_sizes, substitutions
-
 
 ACCOUNTINGS: dict[str, dict[str, sympy.Expr]] = {
     # bytes sent for each byte of this rank's shard of the tensor
