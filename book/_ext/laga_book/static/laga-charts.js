@@ -1,0 +1,177 @@
+// Draws the charts of a page, keeps their settings in the page's address, and shows their data.
+"use strict";
+
+(() => {
+  const PHONE = 500; // px: below this, charts side by side go one under the other
+
+  const bound = (spec) => (spec.params || []).filter((param) => param.bind && param.bind.input);
+
+  // --- settings in the address: ?<chart>.<param>=<value>, for values that are not the chart's own ---
+
+  function allowed(param, text) {
+    const { input, options, min, max } = param.bind;
+    if (options) return options.find((option) => String(option) === text);
+    if (input === "checkbox") return text === "true" ? true : text === "false" ? false : undefined;
+    if (input === "range" || input === "number" || typeof param.value === "number") {
+      const value = Number(text);
+      return text !== "" && Number.isFinite(value) && !(value < min) && !(value > max) ? value : undefined;
+    }
+    return text;
+  }
+
+  function restore(chart, params) {
+    const query = new URLSearchParams(location.search);
+    for (const param of params) {
+      const text = query.get(`${chart.id}.${param.name}`);
+      const value = text === null ? undefined : allowed(param, text);
+      if (value !== undefined) param.value = value;
+    }
+  }
+
+  const pending = new Map();
+  let timer = 0;
+
+  function remember(key, value, initial) {
+    pending.set(key, value === initial ? null : String(value));
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      const query = new URLSearchParams(location.search);
+      for (const [name, text] of pending) text === null ? query.delete(name) : query.set(name, text);
+      pending.clear();
+      const search = query.toString();
+      try {
+        history.replaceState(history.state, "", location.pathname + (search ? `?${search}` : "") + location.hash);
+      } catch {
+        // Some browsers forbid this to pages opened from a file; the chart works all the same.
+      }
+    }, 150);
+  }
+
+  // --- narrow screens ---
+
+  function fit(chart, spec, room) {
+    const excess = Number(chart.dataset.width) - room;
+    if (excess <= 0) return;
+    if (spec.hconcat && room < PHONE) {
+      spec.vconcat = spec.hconcat;
+      delete spec.hconcat;
+      for (const part of spec.vconcat) {
+        if (typeof part.width === "number") part.width = Math.max(160, Math.min(part.width, room - 90));
+      }
+    } else if (typeof spec.width === "number") {
+      spec.width = Math.max(160, spec.width - excess);
+    }
+  }
+
+  // --- data as a table and as CSV ---
+
+  function datasetNames(marks, found = new Set()) {
+    for (const mark of marks || []) {
+      if (mark.from && mark.from.data) found.add(mark.from.data);
+      if (mark.from && mark.from.facet) found.add(mark.from.facet.data);
+      datasetNames(mark.marks, found);
+    }
+    return found;
+  }
+
+  // Every distinct set of rows that marks are drawn from, as the chart stands now.
+  function shownTables({ view, vgSpec }) {
+    const tables = new Map();
+    for (const name of datasetNames(vgSpec.marks)) {
+      let rows;
+      try {
+        rows = view.data(name);
+      } catch {
+        continue; // lives inside a facet, whose whole data is in the list as well
+      }
+      const fields = rows.length ? Object.keys(rows[0]).filter((field) => !/^_|_(start|end)$/.test(field)) : [];
+      if (!fields.length) continue;
+      const table = { fields, rows: rows.map((row) => fields.map((field) => row[field])) };
+      tables.set(JSON.stringify(table), table);
+    }
+    return [...tables.values()];
+  }
+
+  const csvCell = (value) => (/[",\n]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? ""));
+
+  function readable(value) {
+    if (value === null || value === undefined) return "";
+    return typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 6 }) : String(value);
+  }
+
+  function element(name, text, attributes = {}) {
+    const made = Object.assign(document.createElement(name), attributes);
+    if (text !== undefined) made.textContent = text;
+    return made;
+  }
+
+  function showData(chart, result) {
+    const place = chart.querySelector(".laga-data > div");
+    const parts = shownTables(result).map(({ fields, rows }, index) => {
+      const csv = [fields, ...rows].map((row) => row.map(csvCell).join(",")).join("\n");
+      const link = element("a", "Download as CSV", {
+        href: URL.createObjectURL(new Blob([csv + "\n"], { type: "text/csv" })),
+        download: `${chart.id}${index ? `-${index + 1}` : ""}.csv`,
+      });
+      const table = element("table");
+      const head = table.createTHead().insertRow();
+      for (const field of fields) head.append(element("th", field, { scope: "col" }));
+      const body = table.createTBody();
+      for (const row of rows.slice(0, 500)) {
+        const line = body.insertRow();
+        for (const value of row) {
+          line.append(element("td", readable(value), { className: typeof value === "number" ? "number" : "" }));
+        }
+      }
+      const box = element("div", undefined, { className: "laga-table", tabIndex: 0 });
+      box.append(table);
+      const part = element("div");
+      part.append(link, box);
+      if (rows.length > 500) part.append(element("p", `The first 500 of ${rows.length} rows; the CSV has all.`));
+      return part;
+    });
+    for (const old of place.querySelectorAll("a")) URL.revokeObjectURL(old.href);
+    place.replaceChildren(...parts);
+  }
+
+  // --- one chart ---
+
+  async function draw(chart) {
+    const plot = chart.querySelector(".laga-plot");
+    const controls = chart.querySelector(".laga-controls");
+    const details = chart.querySelector(".laga-data");
+    const spec = JSON.parse(chart.querySelector("script").textContent);
+    const params = bound(spec);
+    const initial = new Map(params.map((param) => [param.name, param.value]));
+    restore(chart, params);
+    fit(chart, spec, plot.clientWidth);
+    const staged = element("div"); // the inputs gather here, so that they take their places at once
+    const result = await vegaEmbed(plot, spec, {
+      mode: "vega-lite",
+      renderer: "svg",
+      actions: false,
+      bind: staged,
+      tooltip: { theme: "laga" },
+    });
+    for (const row of staged.querySelectorAll(".vega-bind")) {
+      row.classList.toggle("laga-wide", row.querySelectorAll("input[type=radio]").length > 0);
+    }
+    controls.replaceChildren(...staged.querySelectorAll(".vega-bind"));
+    for (const { name } of params) {
+      result.view.addSignalListener(name, (_, value) => {
+        remember(`${chart.id}.${name}`, value, initial.get(name));
+        if (details.open) requestAnimationFrame(() => showData(chart, result));
+      });
+    }
+    details.addEventListener("toggle", () => details.open && showData(chart, result));
+    if (details.open) showData(chart, result);
+    chart.dataset.state = "live";
+  }
+
+  for (const chart of document.querySelectorAll(".laga-chart")) {
+    draw(chart).catch((error) => {
+      chart.dataset.state = "failed";
+      console.error(`chart ${chart.id}:`, error);
+    });
+  }
+})();
