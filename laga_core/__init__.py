@@ -3,6 +3,7 @@
 from .attention import MLAAttention
 from .config import MLAConfig
 from .costs import communication
+from .launch import launch
 from .parallel import all_reduce_gradients
 
-__all__ = ["MLAAttention", "MLAConfig", "all_reduce_gradients", "communication"]
+__all__ = ["MLAAttention", "MLAConfig", "all_reduce_gradients", "communication", "launch"]
