@@ -7,6 +7,7 @@ the ziamath package (SIL Open Font License) is cut down to the characters in use
 from __future__ import annotations
 
 import html
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,23 @@ from sphinx.writers.html5 import HTML5Translator
 
 logger = logging.getLogger(__name__)
 
-# Latin, Greek, punctuation, arrows, operators and the mathematical alphabets.
-CHARACTERS = [(0x20, 0x7E), (0xA0, 0xFF), (0x370, 0x3FF), (0x2000, 0x206F), (0x2070, 0x209F), (0x20D0, 0x20DC)]
-CHARACTERS += [(0x2100, 0x214F), (0x2190, 0x21FF), (0x2200, 0x22FF), (0x2308, 0x230B), (0x23DC, 0x23E1)]
-CHARACTERS += [(0x25A0, 0x25FF), (0x27E6, 0x27EB), (0x2A00, 0x2A0F), (0x1D400, 0x1D7FF)]
+# What every page may need: Latin, the italics that a single letter turns into, Greek, common signs. Whatever else an
+# equation uses is added when it is rendered.
+CHARACTERS = {
+    code
+    for first, last in [(0x20, 0x7E), (0xB0, 0xB7), (0x391, 0x3F5), (0x2032, 0x2033), (0x1D434, 0x1D467), (0x1D6E2, 0x1D71B)]
+    for code in range(first, last + 1)
+} | {0xD7, 0xF7, 0x210E, 0x2061, 0x2062, 0x2212, 0x2260, 0x2264, 0x2265, 0x2248, 0x221A, 0x22C5}
+
+# The converter knows one environment that aligns without numbering each line; Sphinx numbers the whole equation.
+ALIGNED = re.compile(r"\\(begin|end)\{(?:aligned|align\*?)\}")
 
 
 def to_mathml(latex: str, node: nodes.Node, display: str) -> str:
     try:
-        return convert(latex, display=display)
+        rendered = convert(ALIGNED.sub(r"\\\1{split}", latex), display=display)
+        CHARACTERS.update(map(ord, html.unescape(rendered)))
+        return rendered
     except Exception as error:  # the converter raises a class of its own for each kind of mistake
         logger.warning("could not render the equation %r: %s", latex, error or type(error).__name__, location=node)
         return f"<code>{html.escape(latex)}</code>"
@@ -50,19 +59,18 @@ def visit_block(self: HTML5Translator, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
-def write_font(app: Sphinx) -> None:
-    """Write the subset of the math font beside the other static files."""
-    if app.builder.format != "html":
+def write_font(app: Sphinx, error: Exception | None) -> None:
+    """Write the math font, cut down to the characters in use, beside the other static files."""
+    if error or app.builder.format != "html":
         return
     from fontTools import subset
 
     options = subset.Options(flavor="woff2", layout_features=["*"], notdef_outline=True, drop_tables=["DSIG"])
     font = subset.load_font(str(files("ziamath") / "fonts" / "STIXTwoMath-Regular.ttf"), options)
     cutter = subset.Subsetter(options)
-    cutter.populate(unicodes=[code for first, last in CHARACTERS for code in range(first, last + 1)])
+    cutter.populate(unicodes=CHARACTERS)
     cutter.subset(font)
     target = Path(app.outdir) / "_static" / "stix-two-math.woff2"
-    target.parent.mkdir(parents=True, exist_ok=True)
     subset.save_font(font, str(target), options)
 
 
@@ -73,4 +81,4 @@ def choose_renderer(app: Sphinx, config: Any) -> None:
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
     app.connect("config-inited", choose_renderer)
-    app.connect("builder-inited", write_font)
+    app.connect("build-finished", write_font)
