@@ -584,9 +584,14 @@ def _agent_main() -> None:
     except SignalException:  # the launch is over
         sys.exit(1)
     for rank, failure in result.failures.items() if result is not None and result.is_failed() else ():
-        cause = f"killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "ended by itself"
-        hint = "; out of memory?" if failure.exitcode == -signal.SIGKILL else ""
-        _report(store, rank, f"rank {rank} (pid {failure.pid}) was {cause}{hint}, exit code {failure.exitcode}", False)
+        cause = (
+            f"killed by {signal.Signals(-failure.exitcode).name}"
+            if failure.exitcode < 0
+            else f"gone with exit code {failure.exitcode}"
+        )
+        hint = ", which the system also sends when memory runs short" if failure.exitcode == -signal.SIGKILL else ""
+        _report(store, rank, f"rank {rank} (pid {failure.pid}) was {cause}{hint}", False)
+    os._exit(0)  # nothing here needs cleaning up, and an interpreter that shuts down may still be told to end
 
 
 def _client(config: dict[str, Any]) -> dist.TCPStore:
