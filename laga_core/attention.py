@@ -70,7 +70,8 @@ class MLAAttention(nn.Module):
         """``[batch, seq/sp, hidden]`` to the same shape.
 
         ``positions`` are the global positions of this rank's tokens, ``[seq/sp]`` integers, which the rotary embedding
-        and the causal mask follow; by default shards are contiguous and in rank order.
+        and the causal mask follow; by default shards are contiguous and in rank order. Under a causal mask given
+        positions are gathered too, 8 bytes a token.
 
         Raises ``ValueError`` on every rank, before any data moves, for a wrong shape, dtype or device, or where the
         ranks' shards differ.
@@ -119,10 +120,13 @@ class MLAAttention(nn.Module):
     def _check(self, hidden: Tensor, positions: Tensor | None) -> None:
         problem = _input_problem(self, hidden, positions)
         shape = list(hidden.shape) if isinstance(hidden, Tensor) and hidden.dim() == 3 else [-1, -1, -1]
-        signature = {
+        signature: dict[str, int | str] = {
             "batch": shape[0],
             "local sequence length": shape[1],
             "positions given": int(positions is not None),
+            "dtype": str(self.o_proj.weight.dtype),
+            "form": f"{self.form} {self.form_options}",
+            "configuration": str(self.config),
         }
         # Ranks on a device check once for each new shape: a check at every step would hold back the host.
         if problem is None and hidden.device.type != "cpu" and self._checked == signature:
@@ -130,7 +134,7 @@ class MLAAttention(nn.Module):
         agree(signature, problem, self.group, self.o_proj.weight.device)
         self._checked = signature
 
-    _checked: dict[str, int] | None = None
+    _checked: dict[str, int | str] | None = None
 
 
 def _input_problem(module: MLAAttention, hidden: Tensor, positions: Tensor | None) -> str | None:
@@ -158,7 +162,12 @@ def _input_problem(module: MLAAttention, hidden: Tensor, positions: Tensor | Non
 def _token_order(positions: Tensor, group: ProcessGroup | None) -> Tensor | None:
     """The order that sorts the whole sequence by position, ``[seq]``; ``None`` if it is sorted already."""
     everywhere = gather_sequence(positions.to(torch.int64)[None, :, None], group).flatten()  # [seq]
-    order = everywhere.argsort(stable=True)
+    if len(everywhere.unique()) < len(everywhere):
+        raise ValueError(
+            "positions repeat: they are global, no two tokens of the whole sequence share one; "
+            "for contiguous shards rank r's begin at r * seq/sp (the default)"
+        )
+    order = everywhere.argsort()
     return None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
 
 

@@ -6,14 +6,17 @@ all of them raise the same error where one of them is wrong.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-_CONTROL = "the ranks do not agree"
 
-
-def agree(signature: dict[str, int], problem: str | None, group: ProcessGroup | None, device: torch.device) -> None:
+def agree(
+    signature: Mapping[str, int | str], problem: str | None, group: ProcessGroup | None, device: torch.device
+) -> None:
     """Raise ``ValueError`` on every rank if any rank has a ``problem`` or another ``signature``.
 
     ``signature`` has the same keys on all ranks. Its exchange is a control message of some bytes, kept out of the
@@ -23,18 +26,24 @@ def agree(signature: dict[str, int], problem: str | None, group: ProcessGroup | 
         if problem:
             raise ValueError(problem)
         return
-    own = torch.tensor([problem is not None, *signature.values()], dtype=torch.int64, device=device)
-    all_ranks = own.new_empty(dist.get_world_size(group) * own.numel())
-    dist.all_gather_single(all_ranks, own, group=group)
-    rows = all_ranks.view(-1, own.numel()).tolist()
-    if any(row[0] for row in rows):
-        messages: list[str | None] = [None] * len(rows)
-        dist.all_gather_object(messages, problem, group=group)
-        raise ValueError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text))
+    values = [value if isinstance(value, int) else zlib.crc32(value.encode()) for value in signature.values()]
+    own = torch.tensor([problem is not None, *values], dtype=torch.int64, device=device)
+    rows = own.new_empty(dist.get_world_size(group), own.numel())
+    dist.all_gather_single(rows.view(-1), own, group=group)
+    if rows[:, 0].any() or (rows != rows[0]).any():
+        raise ValueError(_disagreement(signature, problem, group))
+
+
+def _disagreement(signature: Mapping[str, int | str], problem: str | None, group: ProcessGroup) -> str:
+    """What is wrong, in words, the same on every rank."""
+    told: list[tuple[str | None, dict[str, int | str]]] = [(None, {})] * dist.get_world_size(group)
+    dist.all_gather_object(told, (problem, dict(signature)), group=group)
+    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text]
+    if problems:
+        return "; ".join(problems)
     differing = [
-        f"{name} is {', '.join(f'{row[column]} on rank {rank}' for rank, row in enumerate(rows))}"
-        for column, name in enumerate(signature, start=1)
-        if len({row[column] for row in rows}) > 1
+        f"{name} is {', '.join(f'{values[name]} on rank {rank}' for rank, (_, values) in enumerate(told))}"
+        for name in signature
+        if len({values[name] for _, values in told}) > 1
     ]
-    if differing:
-        raise ValueError(f"{_CONTROL}: {'; '.join(differing)}; every rank must pass the same")
+    return f"the ranks do not agree: {'; '.join(differing)}; every rank must pass the same"
