@@ -1,4 +1,4 @@
-"""Build the book: run the notebooks, then Jupyter Book with every warning an error. Does nothing when nothing changed."""
+"""Build the book: run the notebooks, then Jupyter Book with warnings as errors; only what has changed."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ def build_pages() -> bool:
     BUILT.unlink(missing_ok=True)
     shutil.rmtree(ROOT / "_build", ignore_errors=True)  # a build on top of a failed one would not repeat its warnings
     print("pages: building ...", flush=True)
-    jupyter_book = Path(sys.executable).with_name("jupyter-book")
-    build = subprocess.run(
-        [jupyter_book, "build", ".", "-W", "--keep-going", "-n", "--quiet"], cwd=ROOT, timeout=600, check=False
-    )
+    jupyter_book = str(Path(sys.executable).with_name("jupyter-book"))
+    command = [jupyter_book, "build", ".", "-W", "--keep-going", "-n", "--quiet"]
+    build = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=600, check=False)  # errors: stderr
     if build.returncode == 0:
         execute_notebooks.write_atomically(BUILT, fingerprint)
     return build.returncode == 0

@@ -109,7 +109,7 @@ def test_slider_changes_the_chart(open_page: Open) -> None:
     assert {row["y"] for row in chart.rows() if row["x"] == "8"} == {"16"}
     chart.set("Factor", 3)
     assert {row["y"] for row in chart.rows() if row["x"] == "8"} == {"48"}
-    assert "48" in chart.texts
+
     chart.set("Rule", "square")
     assert {row["y"] for row in chart.rows() if row["x"] == "8"} == {"192"}
 

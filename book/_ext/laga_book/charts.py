@@ -247,7 +247,9 @@ def write_bundle(app: Sphinx) -> None:
     target.write_text(f"(() => {{{bundle}\n}})();", encoding="utf-8")
 
 
-def load_scripts(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+def load_scripts(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
     if doctree is not None and next(iter(doctree.findall(chart)), None) is not None:
         app.add_js_file("vega.js", defer="defer")
         app.add_js_file("laga-charts.js", defer="defer")

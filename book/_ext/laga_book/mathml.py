@@ -1,18 +1,23 @@
-"""Math as MathML, made when the book is built: pages with equations need no script.
+"""Math as MathML, made when the book is built: pages with equations need no MathJax.
 
 Browsers lay out MathML with an OpenType math font, and many systems have none. The STIX Two Math font that ships in
-the ziamath package (SIL Open Font License) is cut down to the characters in use and served with the pages.
+the ziamath package (SIL Open Font License) is cut down to the characters in use. Pages with math get it from a short
+script: only a font handed over as bytes is there at the first paint. One that a style sheet names arrives later, and
+moves the text.
 """
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from fontTools import subset
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.util import logging
@@ -21,13 +26,25 @@ from sphinx.writers.html5 import HTML5Translator
 
 logger = logging.getLogger(__name__)
 
+FONT_SCRIPT = "laga-math-font.js"
+
 # What every page may need: Latin, the italics that a single letter turns into, Greek, common signs. Whatever else an
 # equation uses is added when it is rendered.
-CHARACTERS = {
-    code
-    for first, last in [(0x20, 0x7E), (0xB0, 0xB7), (0x391, 0x3F5), (0x2032, 0x2033), (0x1D434, 0x1D467), (0x1D6E2, 0x1D71B)]
-    for code in range(first, last + 1)
-} | {0xD7, 0xF7, 0x210E, 0x2061, 0x2062, 0x2212, 0x2260, 0x2264, 0x2265, 0x2248, 0x221A, 0x22C5}
+RANGES = [(0x20, 0x7E), (0xB0, 0xB7), (0x391, 0x3F5), (0x2032, 0x2033), (0x1D434, 0x1D467), (0x1D6E2, 0x1D71B)]
+CHARACTERS = {code for first, last in RANGES for code in range(first, last + 1)} | {
+    0xD7,
+    0xF7,
+    0x210E,
+    0x2061,
+    0x2062,
+    0x2212,
+    0x2260,
+    0x2264,
+    0x2265,
+    0x2248,
+    0x221A,
+    0x22C5,
+}
 
 # The converter knows one environment that aligns without numbering each line; Sphinx numbers the whole equation.
 ALIGNED = re.compile(r"\\(begin|end)\{(?:aligned|align\*?)\}")
@@ -59,19 +76,32 @@ def visit_block(self: HTML5Translator, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
-def write_font(app: Sphinx, error: Exception | None) -> None:
-    """Write the math font, cut down to the characters in use, beside the other static files."""
-    if error or app.builder.format != "html":
-        return
-    from fontTools import subset
-
+def font_subset() -> bytes:
+    """The math font, cut down to the characters in use, as WOFF2."""
     options = subset.Options(flavor="woff2", layout_features=["*"], notdef_outline=True, drop_tables=["DSIG"])
     font = subset.load_font(str(files("ziamath") / "fonts" / "STIXTwoMath-Regular.ttf"), options)
     cutter = subset.Subsetter(options)
     cutter.populate(unicodes=CHARACTERS)
     cutter.subset(font)
-    target = Path(app.outdir) / "_static" / "stix-two-math.woff2"
-    subset.save_font(font, str(target), options)
+    result = io.BytesIO()
+    subset.save_font(font, result, options)
+    return result.getvalue()
+
+
+def write_script(app: Sphinx, error: Exception | None) -> None:
+    if error or app.builder.format != "html":
+        return
+    encoded = base64.b64encode(font_subset()).decode()
+    script = (
+        f'const bytes = Uint8Array.from(atob("{encoded}"), (each) => each.charCodeAt(0));\n'
+        'document.fonts.add(new FontFace("STIX Two Math", bytes));\n'
+    )
+    (Path(app.outdir) / "_static" / FONT_SCRIPT).write_text(f"{{\n{script}}}\n", encoding="utf-8")
+
+
+def load_script(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    if doctree is not None and (any(doctree.findall(nodes.math)) or any(doctree.findall(nodes.math_block))):
+        app.add_js_file(FONT_SCRIPT)
 
 
 def choose_renderer(app: Sphinx, config: Any) -> None:
@@ -81,4 +111,5 @@ def choose_renderer(app: Sphinx, config: Any) -> None:
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
     app.connect("config-inited", choose_renderer)
-    app.connect("build-finished", write_font)
+    app.connect("html-page-context", load_script)
+    app.connect("build-finished", write_script)

@@ -16,6 +16,12 @@ from sphinx.application import Sphinx
 ICON_SCRIPT = re.compile(r'\s*<script src="[^"]*_static/scripts/fontawesome\.js[^"]*"></script>')
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 
+# The theme settles light or dark only after the first paint: code would be drawn without its style, and then move.
+CHOOSE_THEME = """
+if (!["light", "dark"].includes(document.documentElement.dataset.theme))
+  document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+"""
+
 
 def disconnect_thebe(app: Sphinx, config: Any) -> None:
     for listeners in app.events.listeners.values():
@@ -43,6 +49,7 @@ def drop_icon_script(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
+    app.add_js_file(None, body=CHOOSE_THEME)
     app.connect("config-inited", disconnect_thebe)
     app.connect("html-page-context", drop_widget_state, priority=900)
     app.connect("build-finished", drop_icon_script)

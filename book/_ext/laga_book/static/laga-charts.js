@@ -150,6 +150,7 @@
       mode: "vega-lite",
       renderer: "svg",
       actions: false,
+      defaultStyle: false,
       bind: staged,
       tooltip: { theme: "laga" },
     });
