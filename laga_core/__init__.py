@@ -4,6 +4,7 @@ from .attention import MLAAttention
 from .config import MLAConfig
 from .costs import communication
 from .launch import launch
+from .memory import simulate_memory
 from .parallel import all_reduce_gradients
 
-__all__ = ["MLAAttention", "MLAConfig", "all_reduce_gradients", "communication", "launch"]
+__all__ = ["MLAAttention", "MLAConfig", "all_reduce_gradients", "communication", "launch", "simulate_memory"]

@@ -29,9 +29,12 @@ def absorbed(
 
     q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
     q_absorbed = _each_head(q_nope, up_k)  # [batch, seq, heads/sp, kv_lora]
+    q_rope = q_rope.contiguous()
+    del q, q_nope  # what attention and autograd need of them is copied
     value = key[..., : c.kv_lora_rank]  # [batch, seq, 1, kv_lora]
     if score == "joint":
-        accumulator = attend(torch.cat((q_absorbed, q_rope), dim=-1), key, value)
+        q_absorbed = torch.cat((q_absorbed, q_rope), dim=-1)  # [batch, seq, heads/sp, kv_lora + rope]
+        accumulator = attend(q_absorbed, key, value)
     else:
         accumulator = attend((q_absorbed, q_rope), (value, key[..., c.kv_lora_rank :]), value)
     out = _each_head(accumulator, up_v.transpose(1, 2))  # [batch, seq, heads/sp, v]

@@ -23,5 +23,6 @@ def laga(mla: Projections, hidden: Tensor, rotary: Rotary, attend: Attend, group
 
     k, v = keys_and_values(mla, latent, local_heads(mla, group))  # [batch, seq, heads/sp, nope], [.., v]
     k = join_key(k, k_rope)  # [batch, seq, heads/sp, nope + rope]
-    out = attend(q, k, v.contiguous())  # a copy of v, so that k and v do not both stay alive through it
+    v = v.contiguous()  # a copy, so that the product of k and v does not stay alive through it
+    out = attend(q, k, v)
     return heads_to_sequence(out, group)

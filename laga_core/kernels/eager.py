@@ -15,22 +15,25 @@ def attend(
 ) -> Tensor:
     """See :func:`laga_core.kernels.attention`; a tuple of q and k parts gives the sum of their score products."""
     q_parts, k_parts = (x if isinstance(x, tuple) else (x,) for x in (q, k))
-    products = [_scores(q_part * scale, k_part) for q_part, k_part in zip(q_parts, k_parts, strict=True)]
+    products = [_scores(q_part, k_part, scale) for q_part, k_part in zip(q_parts, k_parts, strict=True)]
     scores = sum(products[1:], products[0])  # [batch, heads, s_q, s_k]
     if causal:
-        scores.masked_fill_(_future(scores), float("-inf"))
+        future = _future(scores)
+        scores.masked_fill_(future, float("-inf"))
     probabilities = scores.softmax(dim=-1)
     return _weighted_values(probabilities, v)
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     heads = q.shape[2]
     k = k.transpose(1, 2).contiguous()  # [batch, kv_heads, s_k, dim]
-    q = q.transpose(1, 2).contiguous()  # [batch, heads, s_q, dim]
+    q = (q * scale).transpose(1, 2).contiguous()  # [batch, heads, s_q, dim]
     if k.shape[1] == heads:
         return q @ k.transpose(-1, -2)
     # One shared key: fold the heads into the rows of a single product rather than copy the key for each.
-    return (q.flatten(1, 2) @ k.squeeze(1).transpose(-1, -2)).unflatten(1, (heads, -1))
+    product = q.flatten(1, 2) @ k.squeeze(1).transpose(-1, -2)  # [batch, heads * s_q, s_k]
+    # As matmul itself does: a plain view could not be masked in place without two more score matrices in backward.
+    return torch.ops.aten._unsafe_view(product, [*q.shape[:3], k.shape[2]])
 
 
 def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""What a person would call a tensor, read from the code that makes it.
+
+A value's role is the name of the variable that first receives it, in the innermost line of this package that has a
+word for it: ``probabilities = scores.softmax(dim=-1)`` needs no label. So the forms and kernels stay free of labels,
+and a new form or option gets its roles without any.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_DRIVER = "memory"
+
+WORKSPACE = "kernel workspace"
+COLLECTIVE = "collective buffers"
+GRADIENT_OF = "gradient of "
+
+# Folder or file of this package -> variable -> role. A variable that is not listed does not name a value: the caller's
+# does.
+_WORDS: dict[str, dict[str, str]] = {
+    "memory": {
+        "weights": "weights",
+        "gradients": "gradients",
+        "hidden": "hidden",
+        "loss": "loss",
+    },
+    "attention.py": {
+        "q": "q",
+        "q_latent": "query latent",
+        "latent": "latent",
+        "positions": "rotary tables",
+        "order": "token order",
+        "rotary": "rotary tables",
+        "out": "output",
+    },
+    "forms": {
+        "q": "q",
+        "k": "k",
+        "v": "v",
+        "kv": "k and v",
+        "latent": "latent",
+        "gathered": "latent",
+        "key": "latent",
+        "q_absorbed": "q_absorbed",
+        "query": "q_absorbed",
+        "accumulator": "latent accumulator",
+        "out": "output",
+    },
+    "kernels": {
+        "q": "q",
+        "k": "k",
+        "v": "v",
+        "products": "scores",
+        "scores": "scores",
+        "future": "causal mask",
+        "probabilities": "probabilities",
+        "lse": "log-sum-exp",
+        "dq": GRADIENT_OF + "q",
+        "dk": GRADIENT_OF + "k",
+        "dv": GRADIENT_OF + "v",
+    },
+}
+# A buffer in these folders that only they know is theirs, unless it leaves them: then it is what the caller calls it.
+_OWN = {"parallel": COLLECTIVE, "kernels": WORKSPACE}
+_LEAVES = {"out", "product"}
+
+
+class Place(NamedTuple):
+    """Where in this package a value is made: the role its own folder gives it, and the one its caller gives it."""
+
+    role: str | None
+    outer: str | None
+    room: str | None  # the innermost folder or file of this package
+
+
+def locate() -> Place:
+    """The roles of a value that is being made now; all ``None`` outside this package, as in autograd's own formulas."""
+    own = fallback = room = None
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        here = _room(frame.f_code.co_filename)
+        if here is not None and not (here == _DRIVER and frame.f_code.co_name != "run"):
+            room = room or here
+            name = _assigned(frame.f_code.co_filename).get(frame.f_lineno)
+            if name is not None:
+                word = _WORDS.get(here, {}).get(name)
+                if word is not None:
+                    return Place(own or word, word, room)
+                if here in _OWN and name not in _LEAVES:
+                    own = own or _OWN[here]
+                fallback = name if here == "forms" else fallback
+            if here == _DRIVER:
+                break
+        frame = frame.f_back
+    outer = fallback and fallback.replace("_", " ")
+    return Place(own or outer, outer, room)
+
+
+@cache
+def _room(filename: str) -> str | None:
+    path = Path(filename)
+    return path.relative_to(_PACKAGE).parts[0] if path.is_relative_to(_PACKAGE) else None
+
+
+@cache
+def _assigned(filename: str) -> dict[int, str]:
+    """Line -> the first variable that the statement on it assigns to."""
+    names: dict[int, str] = {}
+    for node in ast.walk(ast.parse(Path(filename).read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            first = next((part.id for part in ast.walk(target) if isinstance(part, ast.Name)), None)
+            if first is not None and not isinstance(target, (ast.Attribute, ast.Subscript)):
+                names.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), first))
+    return names
