@@ -29,7 +29,8 @@ def fake_group(sp: int, device: torch.device | str = "cpu") -> Iterator[ProcessG
 
     custom = ProcessGroup.BackendType.CUSTOM
     group = ProcessGroup(FakeStore(), 0, sp)
-    group._register_backend(torch.device(device), custom, FakeProcessGroup._create_internal(0, sp, None)  # type: ignore[call-arg])
+    backend = FakeProcessGroup._create_internal(0, sp, None)  # type: ignore[call-arg]
+    group._register_backend(torch.device(device), custom, backend)
     group._set_default_backend(custom)
     with _lock:
         outside = c10d._world
