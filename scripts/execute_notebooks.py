@@ -80,7 +80,7 @@ def execute(notebook: Path, copy: Path, parameters: dict[str, Any], fingerprint:
         progress_bar=False,
         start_timeout=60,
         execution_timeout=CELL_SECONDS,
-        extra_arguments=["--IPKernelApp.log_level=40"],  # errors only: its notices are for those who run it by hand
+        extra_arguments=["--IPKernelApp.log_level=50"],  # its notices are for those who run it by hand
     )
     node.metadata.pop("papermill", None)  # absolute paths and times: they would differ in every copy
     for cell in node.cells:
