@@ -221,13 +221,3 @@ def test_the_vega_expression_computes_the_same(form: str, options: dict[str, str
 def test_latex_speaks_the_books_notation() -> None:
     latex = to_latex(communication_expression("laga", "wire"))
     assert "n_h" in latex and "d_{kv}" in latex and "num_attention" not in latex
-
-
-def test_the_module_and_the_closed_form_know_the_same_forms_and_options() -> None:
-    from laga_core.forms import FORMS
-
-    for form, (_, options) in FORMS.items():
-        assert communication(TOY, form, 8, 2).total_bytes > 0
-        for key, values in options.items():
-            for value in values:
-                assert communication(TOY, form, 8, 2, **{key: value}).total_bytes > 0

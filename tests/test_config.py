@@ -139,7 +139,7 @@ def test_from_hf_says_what_is_wrong_with_a_file(content: bytes, message: str, tm
 
 
 def test_from_hf_without_a_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match="no such config"):
         MLAConfig.from_hf(tmp_path)
     with pytest.raises(TypeError, match="path or a dictionary"):
         MLAConfig.from_hf(3)
