@@ -29,8 +29,6 @@ def absorbed(
 
     q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
     q_absorbed = _each_head(q_nope, up_k)  # [batch, seq, heads/sp, kv_lora]
-    q_rope = q_rope.contiguous()
-    del q, q_nope  # what attention and autograd need of them is copied
     value = key[..., : c.kv_lora_rank]  # [batch, seq, 1, kv_lora]
     if score == "joint":
         q_absorbed = torch.cat((q_absorbed, q_rope), dim=-1)  # [batch, seq, heads/sp, kv_lora + rope]
@@ -43,6 +41,6 @@ def absorbed(
 
 def _each_head(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply ``[batch, s, heads', n]`` by one ``[n, m]`` matrix a head: ``[heads', n, m]``."""
-    rows = x.permute(2, 0, 1, 3).flatten(1, 2)  # [heads', batch * s, n]
-    product = torch.bmm(rows.contiguous(), weight)  # [heads', batch * s, m]
+    rows = x.permute(2, 0, 1, 3).flatten(1, 2)  # [heads', batch * s, n], a view: backward keeps no copy
+    product = torch.bmm(rows, weight)  # [heads', batch * s, m]
     return product.unflatten(1, x.shape[:2]).permute(1, 2, 0, 3)  # [batch, s, heads', m]

@@ -1,16 +1,21 @@
-"""One rank of many, with neither peers nor data."""
+"""One rank of many, with neither peers nor data, and what its device would run in place of what a CPU runs."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
+
+from ..kernels import KERNELS
 
 _lock = threading.RLock()
 
@@ -52,3 +57,55 @@ class _World(c10d._World):
     @property
     def pg_map(self) -> dict[ProcessGroup, Any]:
         return self._groups
+
+
+@contextmanager
+def stand_ins(device: str) -> Iterator[None]:
+    """Where fake tensors, which are CPU tensors, would run what no accelerator runs, and the kernel ``"fused"``."""
+    with _lock, mock.patch.dict(KERNELS, fused=_fused), _Accelerator() if device == "accelerator" else nullcontext():
+        yield
+
+
+class _Accelerator(TorchFunctionMode):
+    """RMSNorm is one kernel there; on a CPU it is a chain of float32 operations that keeps every link."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.rms_norm:
+            return _fused_rms_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    return _FusedRMSNorm.apply(x, weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        reciprocal = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, reciprocal)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
+    """What a fused kernel keeps (q, k, v, its output, one float32 a row) and returns; it needs nothing besides."""
+    return _Fused.apply(q, k, v)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        log_sum_exp = q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in ctx.saved_tensors[:3])

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..attention import MLAAttention
 from ..config import MLAConfig
 from ..costs import check_sizes
-from ..kernels import check_kernel
-from .fake import fake_group
+from ..kernels import KERNELS
+from .fake import fake_group, stand_ins
 from .recorder import Change, Recorder
 
 
@@ -52,6 +52,7 @@ def simulate_memory(
     batch: int = 1,
     layers: int = 1,
     dtype: torch.dtype = torch.bfloat16,
+    device: str = "accelerator",
     **form_options: Any,
 ) -> MemorySimulation:
     """Memory of one rank in a training step of ``layers`` attention layers, one after the other, on ``sp`` ranks.
@@ -62,13 +63,24 @@ def simulate_memory(
     in a step that finds gradients in place and adds to them; the loss is the sum of the output. An optimizer's state is
     not counted. ``seq`` is the whole sequence, ``batch`` the sequences of one rank.
 
+    ``kernel`` is ``"eager"``, ``"tiled"`` or ``"fused"``: what a fused kernel such as FlashAttention has to keep, and
+    no workspace. On an ``"accelerator"`` (``device``) RMSNorm is one kernel, and ``tiled`` takes larger tiles than on a
+    ``"cpu"``.
+
     Raises ``ValueError`` or ``TypeError`` for unknown names, sizes that cannot be split evenly or make no sense, and a
     kernel whose memory only its device knows.
     """
     check_sizes(config, seq, sp, batch)
-    _check(config, kernel, seq, batch, layers, dtype)
+    _check(config, kernel, seq, batch, layers, dtype, device)
     recorder = Recorder()
-    with torch.inference_mode(False), torch.enable_grad(), fake_group(sp) as group, FakeTensorMode(), recorder:
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        stand_ins(device),
+        fake_group(sp) as group,
+        FakeTensorMode(),
+        recorder,
+    ):
         kinds = dict(form=form, kernel=kernel, group=group, dtype=dtype, **form_options)
         saved = run(recorder, config, (batch, seq // sp, config.hidden_size), layers, kinds)
     return _summary(recorder, saved)
@@ -95,17 +107,23 @@ def run(recorder: Recorder, config: MLAConfig, shape: tuple[int, int, int], laye
     return saved
 
 
-_SIMULATED = ("eager", "tiled")
+SIMULATED = ("eager", "tiled", "fused")
+"""Kernels whose memory can be simulated."""
+
+DEVICES = ("accelerator", "cpu")
 _MOST_TOKENS, _MOST_LAYERS = 1 << 30, 1024
 
 
-def _check(config: MLAConfig, kernel: str, seq: int, batch: int, layers: int, dtype: torch.dtype) -> None:
-    check_kernel(kernel)
-    if kernel not in _SIMULATED:
-        raise ValueError(
-            f"kernel {kernel!r} cannot be simulated: which implementation runs, and what it keeps, only its device "
-            f"decides; simulate 'tiled', which keeps what a fused kernel keeps, or one of {', '.join(_SIMULATED)}"
-        )
+def _check(config: MLAConfig, kernel: str, seq: int, batch: int, layers: int, dtype: torch.dtype, device: str) -> None:
+    if kernel not in SIMULATED:
+        if kernel in (*KERNELS, "auto"):
+            raise ValueError(
+                f"kernel {kernel!r} cannot be simulated: what it keeps is decided on its device; simulate 'fused', "
+                f"which keeps what a fused kernel has to, or one of {', '.join(SIMULATED)}"
+            )
+        raise ValueError(f"unknown kernel {kernel!r}; known to the simulation: {', '.join(SIMULATED)}")
+    if device not in DEVICES:
+        raise ValueError(f"unknown device {device!r}; known to the simulation: {', '.join(DEVICES)}")
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= _MOST_LAYERS:
         raise ValueError(f"layers must be a whole number from 1 to {_MOST_LAYERS}, got {layers!r}")
     if batch * seq > _MOST_TOKENS:
