@@ -115,13 +115,12 @@
       });
       const table = element("table");
       const head = table.createTHead().insertRow();
-      for (const field of fields) head.append(element("th", field, { scope: "col" }));
+      const kinds = fields.map((_, column) => (typeof rows[0][column] === "number" ? "number" : ""));
+      fields.forEach((field, column) => head.append(element("th", field, { scope: "col", className: kinds[column] })));
       const body = table.createTBody();
       for (const row of rows.slice(0, 500)) {
         const line = body.insertRow();
-        for (const value of row) {
-          line.append(element("td", readable(value), { className: typeof value === "number" ? "number" : "" }));
-        }
+        row.forEach((value, column) => line.append(element("td", readable(value), { className: kinds[column] })));
       }
       const box = element("div", undefined, { className: "laga-table", tabIndex: 0 });
       box.append(table);
