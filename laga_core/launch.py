@@ -50,6 +50,8 @@ _POLL = 0.05  # s
 _BEAT = 1.0  # s between two signs of life of a node
 _LOST = 10.0  # s without one, and the node counts as lost
 _GRACE = 3.0  # s to learn why a peer closed its connection
+# A forked CPU rank starts at once, with torch loaded; accelerators cannot be used across a fork.
+_START_METHODS = {"cpu": "fork", "cuda": "spawn", "npu": "spawn"}
 _DISMISSED = "dismissed"
 _PEER_GONE = re.compile(r"gloo[/:]|connection (closed|reset|refused)|broken pipe|NCCL|HCCL|socket", re.IGNORECASE)
 
@@ -81,7 +83,7 @@ def launch(
     device: str | torch.device | None = None,
     backend: str | None = None,
     timeout: float = 600.0,
-    endpoint: str = "127.0.0.1:0",
+    endpoint: str | None = None,
     hosts: Sequence[str] | None = None,
     join_timeout: float = 120.0,
     interface: str | None = None,
@@ -95,12 +97,14 @@ def launch(
     a module, a script or a notebook cell; it travels, as arguments and values do, by cloudpickle.
 
     ``nproc``: ranks on this node; by default one a device, or 2 on a CPU; 0 where this node only coordinates.
-    ``nnodes``: nodes that run ranks. The others join by ``python -m laga_core join --endpoint HOST:PORT``.
+    ``nnodes``: nodes that run ranks. The others join by ``python -m laga_core join --endpoint HOST:PORT``; they run
+    ``nproc`` ranks each, unless told otherwise there.
     ``device``, ``backend``: by default this machine's accelerator, and gloo, nccl or hccl as the device asks for.
     ``timeout``: seconds ``fn`` may take, also the limit of one collective.
-    ``endpoint``: ``HOST:PORT`` at which this process listens; port 0 takes a free one.
+    ``endpoint``: ``HOST:PORT`` at which this process listens; by default a free port on loopback, or with several nodes
+    ``LAGA_ENDPOINT``.
     ``hosts``: names of the nodes that are to join, in rank order, so that an error can name who is missing (by default
-    ``LAGA_HOSTS``, comma-separated). ``join_timeout``: seconds they, and the ranks' start, may take.
+    ``LAGA_HOSTS``, comma-separated). ``join_timeout``: seconds they may take, and the ranks to connect.
     ``interface``: network interface for gloo, NCCL and HCCL; by default the one that carries the endpoint.
     ``env``: further environment variables for the ranks, such as ``NCCL_IB_HCA`` or ``HCCL_IF_BASE_PORT``.
     ``threads_per_rank``: CPU threads; by default ``OMP_NUM_THREADS`` or an even share of the cores.
@@ -110,8 +114,9 @@ def launch(
     """
     where = resolve_device(device)
     nproc = _check_sizes(where, nproc, nnodes, timeout, join_timeout, threads_per_rank)
-    host, port = _parse_endpoint(endpoint, listening=True)
     coming = nnodes - (nproc > 0)  # nodes that have to join
+    endpoint = endpoint or (coming and os.environ.get("LAGA_ENDPOINT")) or "127.0.0.1:0"
+    host, port = _parse_endpoint(endpoint, listening=True)
     if coming and port == 0:
         raise ValueError(f"nnodes={nnodes} needs an endpoint with a port that the other nodes can be told: 'HOST:PORT'")
     expected = list(hosts or filter(None, os.environ.get("LAGA_HOSTS", "").split(","))) if coming else []
@@ -120,6 +125,9 @@ def launch(
         "backend": backend or backend_for(where),
         "timeout": timeout,
         "nnodes": nnodes,
+        "nproc": nproc,
+        "versions": _versions(),
+        "start_method": _START_METHODS[where.type],
         "threads": threads_per_rank,
         "env": {str(name): str(value) for name, value in (env or {}).items()},
         "path": sys.path,
@@ -132,7 +140,7 @@ def launch(
         store.set("settings", json.dumps(settings))
         tcp.set("job", job)
         try:
-            nodes = [{"key": "0", "name": socket.gethostname(), "nproc": nproc}] if nproc else []
+            nodes = [{"key": "0", "name": _node_name(), "nproc": nproc}] if nproc else []
             nodes += _await_nodes(store, coming, expected, join_timeout, f"{host}:{port}")
             store.set("plan", json.dumps(nodes))
             with contextlib.ExitStack() as stack:
@@ -140,7 +148,7 @@ def launch(
                 return _collect(store, nodes, agent, timeout, join_timeout)
         finally:
             store.set("over", "1")
-            _wait_for(lambda: store.add("left", 0) >= store.add("nodes", 0), 5.0)
+            _wait_for(lambda: store.add("left", 0) >= store.add("node", 0), 5.0)
 
 
 def dismiss(endpoint: str, nodes: int, timeout: float = 30.0) -> None:
@@ -214,22 +222,21 @@ def _await_nodes(
     """The nodes that joined, in rank order: that of ``expected``, else by name."""
 
     def arrived() -> list[dict[str, Any]]:
-        return [json.loads(store.get(f"node/{i}")) | {"key": str(i)} for i in range(1, store.add("nodes", 0) + 1)]
+        return [json.loads(store.get(key)) | {"key": key.removeprefix("node/")} for key in _numbered(store, "node")]
 
-    complete = _wait_for(lambda: store.add("nodes", 0) >= coming, join_timeout)
+    complete = _wait_for(lambda: len(_numbered(store, "node")) >= coming, join_timeout)
     nodes = arrived()
     names = [node["name"] for node in nodes]
     if not complete:
-        absent = [name for name in expected if name not in names and name != socket.gethostname()]
+        absent = [name for name in expected if name not in names and name != _node_name()]
         raise LaunchTimeout(
             f"{len(nodes)} of the {coming} nodes that were to join came within {join_timeout:g} s"
             + (f"; came: {', '.join(names)}" if names else "")
             + (f"; missing: {', '.join(absent)}" if absent else "")
             + f". Run there: python -m laga_core join --endpoint {endpoint}"
         )
-    for node in nodes:
-        if node["versions"] != _versions():
-            raise LaunchError(f"node {node['name']} runs {node['versions']}, this one {_versions()}; they must agree")
+    if problems := [f"node {node['name']}: {node['problem']}" for node in nodes if node["problem"]]:
+        raise LaunchError("; ".join(problems))
     order = {name: place for place, name in enumerate(expected)}
     return sorted(nodes[:coming], key=lambda node: (order.get(node["name"], len(order)), node["name"]))
 
@@ -243,21 +250,21 @@ def _collect(
 ) -> list[Any]:
     """Wait for every rank's value."""
     world = sum(node["nproc"] for node in nodes)
-    watch = _Heartbeats(store, [node for node in nodes if "versions" in node])
-    started, deadline = False, time.monotonic() + join_timeout
+    watch = _Heartbeats(store, [node for node in nodes if node["key"] != "0"])
+    connected, deadline = False, time.monotonic() + join_timeout
     while store.add("done", 0) < world:
-        if store.add("failures", 0):
+        if _numbered(store, "failure"):
             raise _failure(store, world)
         if agent is not None and agent.poll() is not None and store.add("done", 0) < world:
-            if store.add("failures", 0):
+            if _numbered(store, "failure"):
                 continue
             raise LaunchError(f"the agent of this node ended with exit code {agent.returncode} before its ranks did")
         if lost := watch.lost():
             raise LaunchError(f"node {lost} gave no sign of life for {_LOST:g} s: its machine, network or job is gone")
-        if not started and store.add("started", 0) == world:
-            started, deadline = True, time.monotonic() + timeout
+        if not connected and store.add("connected", 0) == world:
+            connected, deadline = True, time.monotonic() + timeout
         if time.monotonic() > deadline:
-            raise _out_of_time(store, world, timeout if started else join_timeout, started)
+            raise _out_of_time(store, world, timeout if connected else join_timeout, connected)
         time.sleep(_POLL)
     values = [_load_value(_take(store, f"value/{rank}"), rank) for rank in range(world)]
     if agent is not None:
@@ -277,7 +284,7 @@ def _failure(store: dist.Store, world: int) -> LaunchError:
     """The failure that started it. Ranks that only lost their peer wait for the agent to say what became of it."""
 
     def reports() -> list[dict[str, Any]]:
-        return [json.loads(_take(store, f"failure/{i}")) for i in range(1, store.add("failures", 0) + 1)]
+        return [json.loads(_take(store, key)) for key in _numbered(store, "failure")]
 
     _wait_for(lambda: any(not report["peer"] for report in reports()), _GRACE)
     time.sleep(0.1)  # ranks that fail alike
@@ -293,13 +300,18 @@ def _failure(store: dist.Store, world: int) -> LaunchError:
     )
 
 
-def _out_of_time(store: dist.Store, world: int, limit: float, started: bool) -> LaunchTimeout:
-    if not started:
-        absent = [rank for rank in range(world) if not store.check([f"phase/{rank}"])]
-        return LaunchTimeout(f"ranks {absent} of {world} did not start within join_timeout={limit:g} s")
-    waiting = {rank: store.get(f"phase/{rank}").decode() for rank in range(world)}
-    text = ", ".join(f"rank {rank} was {phase}" for rank, phase in waiting.items() if phase != "done")
-    return LaunchTimeout(f"the time limit of {limit:g} s ended a launch of {world} ranks: {text}")
+def _out_of_time(store: dist.Store, world: int, limit: float, connected: bool) -> LaunchTimeout:
+    phases = {rank: key for rank in range(world) if store.check([key := f"phase/{rank}"])}
+    text = ", ".join(
+        f"rank {rank} was {store.get(phases[rank]).decode() if rank in phases else 'not started'}"
+        for rank in range(world)
+    )
+    if connected:
+        return LaunchTimeout(f"the time limit of {limit:g} s ended a launch of {world} ranks: {text}")
+    return LaunchTimeout(
+        f"the ranks did not find each other within join_timeout={limit:g} s: {text}. See that interface= names the "
+        "network that joins the nodes, and that they may open connections to each other"
+    )
 
 
 class _Heartbeats:
@@ -432,19 +444,17 @@ def join(
     nproc: int | None = None,
     *,
     nnodes: int | None = None,
-    device: str | None = None,
     interface: str | None = None,
     timeout: float = 600.0,
     name: str | None = None,
 ) -> int:
-    """Lend this node's ``nproc`` ranks to the launches that appear at ``endpoint``, one after the other.
+    """Lend this node's ranks to the launches that appear at ``endpoint``, one after the other.
 
-    Ends once dismissed, or when no launch appeared for ``timeout`` seconds; returns how many were served. ``nnodes``,
-    if given, must be what the launch says. Raises ``LaunchTimeout`` when none came at all.
+    ``nproc`` is by default what the launch runs on its own node; ``nnodes``, if given, must be what the launch says.
+    Ends once dismissed, or when no launch appeared for ``timeout`` seconds; returns how many were served. Raises
+    ``LaunchTimeout`` when none came at all.
     """
     host, port = _parse_endpoint(endpoint)
-    nproc = _check_sizes(resolve_device(device), nproc, 2, timeout, timeout, None)
-    name = name or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     seen: set[str] = set()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -458,7 +468,7 @@ def join(
                 return len(seen)
             if job not in seen:
                 seen.add(job)
-                _serve(host, port, tcp, job, nproc, nnodes, interface, name)
+                _serve(host, port, tcp, job, nproc, nnodes, interface, name or _node_name())
                 deadline = time.monotonic() + timeout
         time.sleep(0.2)
     if not seen:
@@ -483,26 +493,24 @@ def _serve(
     port: int,
     tcp: dist.TCPStore,
     job: str,
-    nproc: int,
+    nproc: int | None,
     nnodes: int | None,
     interface: str | None,
     name: str,
 ) -> None:
+    """Take part in one launch until it is over."""
     store = dist.PrefixStore(job, tcp)
     settings = json.loads(store.get("settings"))
-    if nnodes not in (None, settings["nnodes"]):
-        raise ValueError(f"this node was told --nnodes {nnodes}, the launch has nnodes={settings['nnodes']}")
-    resolve_device(settings["device"])
-    key = str(store.add("nodes", 1))
+    nproc, problem = _check_node(settings, nproc, nnodes)
+    key, beats = str(store.add("node", 1)), 0
     store.set(f"beat/{key}", "0")
-    store.set(f"node/{key}", json.dumps({"name": name, "nproc": nproc, "versions": _versions()}))
-    beats = 0
+    store.set(f"node/{key}", json.dumps({"name": name, "nproc": nproc, "problem": problem}))
 
     def over() -> bool:
         nonlocal beats
         beats += 1
         store.set(f"beat/{key}", str(beats))
-        return store.check(["over"])
+        return bool(store.check(["over"]))
 
     try:
         while not store.check(["plan"]):
@@ -520,6 +528,23 @@ def _serve(
             store.add("left", 1)
 
 
+def _check_node(settings: dict[str, Any], nproc: int | None, nnodes: int | None) -> tuple[int, str | None]:
+    """How many ranks this node runs, and what keeps it from taking part, which the launch is to say."""
+    if settings["versions"] != _versions():
+        return 0, f"runs {_versions()}, the launch {settings['versions']}; they must agree"
+    if nnodes not in (None, settings["nnodes"]):
+        return 0, f"was told --nnodes {nnodes}, the launch has nnodes={settings['nnodes']}"
+    try:
+        device = resolve_device(settings["device"])
+        return _check_sizes(device, nproc or settings["nproc"] or None, 1, 1.0, 1.0, None), None
+    except (ValueError, TypeError, RuntimeError) as error:
+        return 0, str(error)
+
+
+def _node_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def _versions() -> str:
     return f"Python {'.'.join(platform.python_version_tuple()[:2])} and torch {torch.__version__.split('+')[0]}"
 
@@ -528,12 +553,11 @@ def add_join_command(commands: Any) -> None:
     """Add ``join`` to the subcommands of ``python -m laga_core``."""
     parser = commands.add_parser("join", help="lend this node's ranks to a launch on another node")
     parser.add_argument("--endpoint", required=True, help="HOST:PORT at which the launch listens")
-    parser.add_argument("--nproc", type=int, help="ranks on this node (default: one a device; 2 on a CPU)")
+    parser.add_argument("--nproc", type=int, help="ranks on this node (default: as many as on the launching node)")
     parser.add_argument("--nnodes", type=int, help="nodes in all, to check against the launch")
-    parser.add_argument("--device", choices=["cpu", "cuda", "npu"], help="default: this machine's accelerator")
     parser.add_argument("--interface", help="network interface (default: the one that reaches the endpoint)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a launch (default 600)")
-    parser.add_argument("--name", help="name of this node in messages (default: its host name)")
+    parser.add_argument("--name", help="name of this node in messages (default: its Slurm name or host name)")
     parser.set_defaults(run=_join_command)
 
 
@@ -574,8 +598,7 @@ def _agent_main() -> None:
     agent = LocalElasticAgent(
         spec,
         DefaultLogsSpecs(log_dir=config["scratch"]),
-        # A forked CPU rank starts at once, with torch loaded; accelerators cannot be used across a fork.
-        start_method="fork" if config["device"] == "cpu" else "spawn",
+        start_method=config["start_method"],
         exit_barrier_timeout=5.0,
         shutdown_timeout=2,
     )
@@ -661,7 +684,6 @@ def _rank(config: dict[str, Any]) -> None:
     store = dist.PrefixStore(config["job"], _client(config))
     try:
         store.set(f"phase/{rank}", "connecting to its peers")
-        store.add("started", 1)
         fn, args, kwargs = pickle.loads(_take(store, "call"))
         options: dict[str, Any] = {}
         if config["device"] != "cpu":
@@ -676,6 +698,7 @@ def _rank(config: dict[str, Any]) -> None:
             **options,
         )
         store.set(f"phase/{rank}", f"in {getattr(fn, '__qualname__', fn)}")
+        store.add("connected", 1)
         value = fn(*args, **kwargs)
         dist.destroy_process_group()
         _put(store, f"value/{rank}", _pickle(value, f"what rank {rank} returned"))
@@ -692,11 +715,9 @@ def _rank(config: dict[str, Any]) -> None:
 
 
 def _report(store: dist.Store, rank: int | None, text: str, peer: bool) -> None:
-    report = {"rank": rank, "node": socket.gethostname(), "text": text[-1_000_000:], "peer": peer}
+    report = {"rank": rank, "node": _node_name(), "text": text[-1_000_000:], "peer": peer}
     with contextlib.suppress(dist.DistError):
-        number = store.add("reports", 1)
-        _put(store, f"failure/{number}", json.dumps(report).encode())
-        store.add("failures", 1)
+        _put(store, f"failure/{store.add('failure', 1)}", json.dumps(report).encode())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -745,6 +766,12 @@ def _put(store: dist.Store, key: str, data: bytes) -> None:
 
 def _take(store: dist.Store, key: str) -> bytes:
     return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
+
+
+def _numbered(store: dist.Store, kind: str) -> list[str]:
+    """The keys ``kind/1``, ``kind/2``, ... that are there; the counter ``kind`` says how many there may be."""
+    keys = [f"{kind}/{number}" for number in range(1, store.add(kind, 0) + 1)]
+    return [key for key in keys if store.check([key])]
 
 
 def _wait_for(condition: Callable[[], bool], timeout: float) -> bool:
