@@ -105,7 +105,8 @@ def launch(
     ``LAGA_ENDPOINT``.
     ``hosts``: names of the nodes that are to join, in rank order, so that an error can name who is missing (by default
     ``LAGA_HOSTS``, comma-separated). ``join_timeout``: seconds they may take, and the ranks to connect.
-    ``interface``: network interface for gloo, NCCL and HCCL; by default the one that carries the endpoint.
+    ``interface``: network interface for gloo, NCCL and HCCL; by default the one that carries the endpoint, or with
+    several nodes ``LAGA_INTERFACE``.
     ``env``: further environment variables for the ranks, such as ``NCCL_IB_HCA`` or ``HCCL_IF_BASE_PORT``.
     ``threads_per_rank``: CPU threads; by default ``OMP_NUM_THREADS`` or an even share of the cores.
 
@@ -117,6 +118,7 @@ def launch(
     coming = nnodes - (nproc > 0)  # nodes that have to join
     endpoint = endpoint or (coming and os.environ.get("LAGA_ENDPOINT")) or "127.0.0.1:0"
     host, port = _parse_endpoint(endpoint, listening=True)
+    interface = interface or (os.environ.get("LAGA_INTERFACE") if coming else None)
     if coming and port == 0:
         raise ValueError(f"nnodes={nnodes} needs an endpoint with a port that the other nodes can be told: 'HOST:PORT'")
     expected = list(hosts or filter(None, os.environ.get("LAGA_HOSTS", "").split(","))) if coming else []
@@ -455,6 +457,7 @@ def join(
     ``LaunchTimeout`` when none came at all.
     """
     host, port = _parse_endpoint(endpoint)
+    interface = interface or os.environ.get("LAGA_INTERFACE")
     seen: set[str] = set()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
