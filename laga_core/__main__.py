@@ -6,14 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .launch import add_join_command
+from .launch import add_commands as add_launch_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a wrong argument or a failed run is one line on stderr and exit code 1."""
     parser = argparse.ArgumentParser(prog="python -m laga_core", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add_command in (add_join_command,):
+    for add_command in (add_launch_commands,):
         add_command(commands)
     arguments = parser.parse_args(argv)
     try:

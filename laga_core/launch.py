@@ -552,8 +552,8 @@ def _versions() -> str:
     return f"Python {'.'.join(platform.python_version_tuple()[:2])} and torch {torch.__version__.split('+')[0]}"
 
 
-def add_join_command(commands: Any) -> None:
-    """Add ``join`` to the subcommands of ``python -m laga_core``."""
+def add_commands(commands: Any) -> None:
+    """Add ``join`` and ``dismiss`` to the subcommands of ``python -m laga_core``."""
     parser = commands.add_parser("join", help="lend this node's ranks to a launch on another node")
     parser.add_argument("--endpoint", required=True, help="HOST:PORT at which the launch listens")
     parser.add_argument("--nproc", type=int, help="ranks on this node (default: as many as on the launching node)")
@@ -563,12 +563,23 @@ def add_join_command(commands: Any) -> None:
     parser.add_argument("--name", help="name of this node in messages (default: its Slurm name or host name)")
     parser.set_defaults(run=_join_command)
 
+    parser = commands.add_parser("dismiss", help="tell the nodes that wait in join that no launch will follow")
+    parser.add_argument("--endpoint", required=True, help="HOST:PORT, an address of this machine, that they wait for")
+    parser.add_argument("--nodes", type=int, required=True, help="how many wait")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds they may take to answer (default 30)")
+    parser.set_defaults(run=_dismiss_command)
+
 
 def _join_command(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the agent is ended too
     options = {name: value for name, value in vars(arguments).items() if name not in ("run", "command")}
     served = join(**options)
     print(f"served {served} launch{'' if served == 1 else 'es'}")
+    return 0
+
+
+def _dismiss_command(arguments: argparse.Namespace) -> int:
+    dismiss(arguments.endpoint, arguments.nodes, arguments.timeout)
     return 0
 
 

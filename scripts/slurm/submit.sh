@@ -57,7 +57,11 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
   srun --nodes="$others" --ntasks="$others" --ntasks-per-node=1 --relative=1 \
     "$python" -m laga_core join --endpoint "$LAGA_ENDPOINT" --nnodes "$SLURM_JOB_NUM_NODES" --timeout 86400 &
   joined=$!
-  trap 'kill "$joined" 2>/dev/null || true; wait "$joined" 2>/dev/null || true' EXIT
+  release() { # the other nodes
+    "$python" -m laga_core dismiss --endpoint "$LAGA_ENDPOINT" --nodes "$others" --timeout 20 || kill "$joined" || true
+    wait "$joined" || true
+  }
+  trap release EXIT
 fi
 
 "$python" -m papermill "$@" -p nnodes "$SLURM_JOB_NUM_NODES" --log-output --no-progress-bar
