@@ -17,8 +17,8 @@ from .paper import read_table
 
 EXPERIMENT = "memory"
 FORMS = ("explicit", "absorbed", "laga")
-FUSED = "tiled"
-"""The memory-linear kernel that stands for the paper's fused one."""
+FUSED = "fused"
+"""What stands for the paper's fused kernel: what such a kernel has to keep, and no workspace."""
 
 
 def paper_config(heads: int = 128, hidden: int = 7168) -> MLAConfig:
@@ -30,7 +30,7 @@ def simulated_cell(
     form: str, kernel: str, seq: int, sp: int, heads: int = 128, hidden: int = 7168, score: str | None = None
 ) -> dict[str, int]:
     """Metrics of one cell: peak and saved bytes of one layer of the prototype; ``score`` is absorbed's option."""
-    options = {} if score is None else {"score": score}
+    options: dict[str, Any] = {} if score is None else {"score": score}
     result = simulate_memory(paper_config(heads, hidden), form=form, kernel=kernel, seq=seq, sp=sp, **options)
     return {"peak_bytes": result.peak_bytes, "saved_bytes": result.saved_bytes}
 
@@ -127,15 +127,9 @@ def timeline(
     A slot is a place on the axis that the forms share; each has the form's operator of the moment. The ``roles``
     largest are told apart, the rest are "other".
     """
+    options: dict[str, dict[str, Any]] = {"absorbed": {} if score is None else {"score": score}}
     runs = {
-        form: simulate_memory(
-            config,
-            form=form,
-            kernel=kernel,
-            seq=seq,
-            sp=sp,
-            **({"score": score} if score and form == "absorbed" else {}),
-        )
+        form: simulate_memory(config, form=form, kernel=kernel, seq=seq, sp=sp, **options.get(form, {}))
         for form in FORMS
     }
     kept = _largest_roles(runs.values(), roles)
