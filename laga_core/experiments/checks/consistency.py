@@ -357,5 +357,5 @@ def excess_without_scores(claim: Claim, hardware: str) -> Finding:
     seq, excess = points[-1]
     quadratic = parabola(points)[2] * seq**2
     matrices = quadratic / (128 / 8 * seq**2 * 2 / 1e6)
-    found = by_cause(claim, excess > 0, excess - quadratic >= GONE * excess, "reported")
+    found = by_cause(claim, excess > 0, excess - quadratic >= GONE * excess, kind="reported")
     return replace(found, remark=f"{quadratic:.0f} of {excess:.0f} MB grow as seq²: {matrices:.2f} score matrices")

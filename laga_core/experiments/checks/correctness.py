@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...attention import MLAAttention
 from ...config import MLAConfig
-from ...kernels import KERNELS
+from ...kernels import KERNELS, eager
+from ...memory.fake import fake_group
 from ...parallel import record_bytes
 from .communication import prototype
 from .rules import Claim, Finding, SourceMissing, check, plainly
@@ -71,7 +72,7 @@ def backward_collectives(claim: Claim) -> Finding:
     """Whether backward runs, in reverse order, the inverse of each collective of forward: for every form."""
     seen = {}
     for form in ("explicit", "absorbed", "laga"):
-        with fake_ranks(4) as group, record_bytes() as ledger:
+        with fake_group(4) as group, record_bytes() as ledger:
             layer = MLAAttention(MLAConfig.preset("toy"), form=form, group=group)
             layer(torch.zeros(1, 4, layer.config.hidden_size, requires_grad=True)).sum().backward()
         ran = {way: [e.collective for e in ledger.entries if e.direction == way] for way in ("forward", "backward")}
@@ -91,7 +92,7 @@ def equal_flops(claim: Claim, forms: list[str], sp: int = 8, seq: int = 4096) ->
 
 def _flops(form: str, sp: int, seq: int) -> int:
     config = prototype()
-    with fake_ranks(sp) as group, FakeTensorMode(), FlopCounterMode(display=False) as counter:
+    with fake_group(sp) as group, FakeTensorMode(), FlopCounterMode(display=False) as counter:
         layer = MLAAttention(config, form=form, group=group, dtype=torch.bfloat16)
         hidden = torch.empty(1, seq // sp, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         layer(hidden).sum().backward()
@@ -124,24 +125,24 @@ def _queries_and_keys(form: str) -> tuple[Tensor, Tensor]:
     seen: list[tuple[Tensor, Tensor]] = []
     with torch.random.fork_rng(devices=[]), _watching(lambda q, k: seen.append((q, k))), torch.no_grad():
         torch.manual_seed(0)
-        layer = MLAAttention(MLAConfig.preset("toy"), form=form, dtype=torch.float64)
+        layer = MLAAttention(MLAConfig.preset("toy"), form=form, kernel="watched", dtype=torch.float64)
         layer(torch.randn(1, 8, layer.config.hidden_size, dtype=torch.float64))
     return seen[0]
 
 
 @contextmanager
 def _watching(look: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    eager = KERNELS["eager"]
+    """A kernel ``"watched"`` that shows its queries and keys to ``look``."""
 
-    def watched(q: Any, k: Any, v: Any, **options: Any) -> Tensor:
+    def watched(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
         look(q, k)
-        return eager(q, k, v, **options)
+        return eager.attend(q, k, v, scale=scale, causal=causal)
 
-    KERNELS["eager"] = watched
+    KERNELS["watched"] = watched
     try:
         yield
     finally:
-        KERNELS["eager"] = eager
+        del KERNELS["watched"]
 
 
 @check
@@ -150,21 +151,10 @@ def same_key_value_bytes(claim: Claim, kernel: str, seq: int, sp: int) -> Findin
     shapes = {}
     for form in ("explicit", "laga"):
         seen: list[Tensor] = []
-        with fake_ranks(sp) as group, FakeTensorMode(), _watching(lambda q, k, seen=seen: seen.append(k)):  # type: ignore[misc]
-            layer = MLAAttention(prototype(), form=form, group=group, dtype=torch.bfloat16)
+        with fake_group(sp) as group, FakeTensorMode(), _watching(lambda q, k, seen=seen: seen.append(k)):  # type: ignore[misc]
+            layer = MLAAttention(prototype(), form=form, kernel="watched", group=group, dtype=torch.bfloat16)
             layer(torch.empty(1, seq // sp, layer.config.hidden_size, dtype=torch.bfloat16))
         shapes[form] = list(seen[0].shape)
     return plainly(
         claim, shapes["explicit"] == shapes["laga"], "derived", f"keys [batch, seq, heads/sp, dim]: {shapes['laga']}"
     )
-
-
-@contextmanager
-def fake_ranks(sp: int) -> Iterator[Any]:
-    """A group of ``sp`` ranks without peers."""
-    try:
-        from ...memory.fake import fake_group
-    except ImportError:
-        raise SourceMissing("laga_core.memory") from None
-    with fake_group(sp) as group:
-        yield group

@@ -1,8 +1,8 @@
 """Claims about peak memory: decided by simulating one rank of the prototype under fake tensors.
 
 Absorbed is simulated as the paper's numbers imply, with its two score products kept apart (``score="split"``), and
-again with one product (``"joint"``): what vanishes in between is not the n_h·d_kv mechanism. "fused" stands for a
-memory-linear kernel, ours being ``tiled``; a vendor's may need a workspace on top.
+again with one product (``"joint"``): what vanishes in between is not the n_h·d_kv mechanism. "fused" is what
+any memory-linear kernel has to keep; a vendor's may need a workspace on top.
 """
 
 from __future__ import annotations
@@ -10,42 +10,61 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ...kernels import KERNELS
+from ...memory import simulate_memory
 from ..paper import read_table
 from .communication import prototype
-from .rules import NEEDS_HARDWARE, Claim, Finding, SourceMissing, by_cause, check, plainly, show
+from .rules import NEEDS_HARDWARE, Claim, Finding, by_cause, check, plainly, show
 
-KERNEL = {"eager": "eager", "fused": "tiled"}
 UNIT = {"MB": 1e6, "GB": 1e9}
 DEVICES = (16, 24, 32, 40, 48, 64, 80, 96, 128, 141, 192)
 """Memory of the accelerators one can buy, GB."""
+LEAST = "joint and a score matrix"
+"""The least that a second score product can cost."""
 
 
 @cache
 def simulated(
-    form: str, kernel: str, *, seq: int, sp: int, n_heads: int = 128, d_model: int = 7168, score: str = "split"
-) -> Any:
-    """The simulation behind a claim; each configuration runs once."""
-    try:
-        from ...memory import simulate_memory
-    except ImportError:
-        raise SourceMissing("laga_core.memory") from None
-    if KERNEL[kernel] not in KERNELS:
-        raise SourceMissing(f"the kernel {KERNEL[kernel]!r}")
-    # only the eager kernel can keep two score products apart
-    options: dict[str, Any] = {"score": score if kernel == "eager" else "joint"} if form == "absorbed" else {}
-    return simulate_memory(prototype(n_heads, d_model), form=form, kernel=KERNEL[kernel], seq=seq, sp=sp, **options)
+    form: str,
+    kernel: str,
+    *,
+    seq: int,
+    sp: int,
+    n_heads: int = 128,
+    d_model: int = 7168,
+    layers: int = 1,
+    score: str | None = None,
+) -> tuple[int, int]:
+    """Peak and saved bytes of one rank; each configuration runs once."""
+    options: dict[str, Any] = {} if score is None else {"score": score}
+    result = simulate_memory(
+        prototype(n_heads, d_model), form=form, kernel=kernel, seq=seq, sp=sp, layers=layers, **options
+    )
+    return result.peak_bytes, result.saved_bytes
 
 
 def _peak(form: str, kernel: str, score: str = "split", **sizes: Any) -> int:
-    return simulated(form, kernel, score=score, **sizes).peak_bytes
+    return simulated(form, kernel, score=_score(form, kernel, score), **sizes)[0]
+
+
+def _score(form: str, kernel: str, score: str) -> str | None:
+    """Absorbed's option; only the eager kernel can keep two score products apart."""
+    return (score if kernel == "eager" else "joint") if form == "absorbed" else None
 
 
 def _excess(kernel: str, score: str, **sizes: Any) -> int:
+    """Absorbed's peak minus explicit's."""
+    if score == LEAST:
+        return _excess(kernel, "joint", **sizes) + _score_matrix(**sizes)
     return _peak("absorbed", kernel, score, **sizes) - _peak("explicit", kernel, **sizes)
+
+
+def _score_matrix(seq: int, sp: int, n_heads: int = 128, **_: Any) -> int:
+    """Bytes of one bf16 score matrix on one rank."""
+    return n_heads // sp * seq**2 * 2
 
 
 def _share(kernel: str, score: str, **sizes: Any) -> float:
@@ -68,9 +87,11 @@ def peak_memory(claim: Claim, form: str, kernel: str, seq: int, sp: int, unit: s
     """
     ours = _peak(form, kernel, seq=seq, sp=sp) / UNIT[unit]
     if kernel == "eager" or claim.agrees(ours):
-        return plainly(claim, ours, "simulated")
+        joint = _peak(form, kernel, "joint", seq=seq, sp=sp) / UNIT[unit]
+        remark = f"two score products; with one: {show(joint, unit)}" if joint != ours else ""
+        return plainly(claim, ours, "simulated", remark)
     gap = float(claim.value) - ours
-    matrix = 128 / sp * seq**2 * 2 / UNIT[unit]
+    matrix = _score_matrix(seq, sp) / UNIT[unit]
     remark = f"{gap / matrix:.2f} score matrices above a memory-linear kernel"
     if 0 < gap < matrix:
         return Finding(ours, "simulated", NEEDS_HARDWARE, f"the vendor kernel's workspace: {show(gap, unit)} more")
@@ -82,8 +103,9 @@ def inflation(
     claim: Claim, kernel: str, seq: int, sp: int, unit: str = "MB", hardware: str = "", **config: int
 ) -> Finding:
     """Absorbed's peak minus explicit's."""
-    split, joint = (_excess(kernel, score, seq=seq, sp=sp, **config) / UNIT[unit] for score in ("split", "joint"))
-    return by_cause(claim, split, joint) if kernel == "eager" else plainly(claim, joint, "simulated")
+    sizes = {"seq": seq, "sp": sp, **config}
+    split, joint, least = (_excess(kernel, score, **sizes) / UNIT[unit] for score in ("split", "joint", LEAST))
+    return by_cause(claim, split, joint, least) if kernel == "eager" else plainly(claim, joint, "simulated")
 
 
 @check
@@ -102,7 +124,8 @@ def inflation_share(
         settings = [(k, s) for k in kernels for s in (_sizes(over, k) if over else [{"sp": sp or 1, "seq": seq or 1}])]
         return {"min": min, "max": max}[reduce](_share(k, score, **s) for k, s in settings)
 
-    return by_cause(claim, extreme("split"), extreme("joint"))
+    least = extreme(LEAST) if "fused" not in kernels else None
+    return by_cause(claim, extreme("split"), extreme("joint"), least)
 
 
 @check
@@ -154,18 +177,38 @@ def laga_overhead(claim: Claim, kernel: str, over: str, unit: str) -> Finding:
 @check
 def decides_fit(claim: Claim, kernel: str, seq: int, sp: int) -> Finding:
     """Whether some device's memory lies between explicit's peak and absorbed's."""
-    explicit = _peak("explicit", kernel, seq=seq, sp=sp)
+    split, joint = (bool(_between(kernel, score, seq=seq, sp=sp)) for score in ("split", "joint"))
+    return by_cause(claim, split, joint)
 
-    def between(score: str) -> bool:
-        return any(explicit < size * 1e9 < _peak("absorbed", kernel, score, seq=seq, sp=sp) for size in DEVICES)
 
-    return by_cause(claim, between("split"), between("joint"))
+def out_of_memory(claim: Claim, kernel: str, seq: int, sp: int, layers: int = 4) -> Finding:
+    """Whether absorbed's stack of layers fails where explicit's runs: on a device whose memory lies in between."""
+
+    def outcome(score: str) -> str:
+        return "OOM" if _between(kernel, score, seq=seq, sp=sp, layers=layers) else "runs"
+
+    found = by_cause(claim, outcome("split"), outcome("joint"))
+    peaks = [
+        show(_peak(form, kernel, score, seq=seq, sp=sp, layers=layers) / 1e9, "GB")
+        for form, score in (("explicit", ""), ("absorbed", "split"), ("absorbed", "joint"))
+    ]
+    remark = f"{layers} layers: explicit {peaks[0]}, absorbed {peaks[1]}, with one score product {peaks[2]}"
+    return replace(found, remark=remark)
+
+
+def _between(kernel: str, score: str, **sizes: Any) -> list[int]:
+    """Device memories, GB, that hold explicit and not absorbed."""
+    explicit, absorbed = _peak("explicit", kernel, **sizes), _peak("absorbed", kernel, score, **sizes)
+    return [size for size in DEVICES if explicit < size * 1e9 < absorbed]
 
 
 @check
 def absorbed_saves_more(claim: Claim, kernel: str, seq: int, sp: int) -> Finding:
     """Whether absorbed holds more between forward and backward than explicit."""
-    absorbed, explicit = (simulated(form, kernel, seq=seq, sp=sp).saved_bytes for form in ("absorbed", "explicit"))
+    absorbed, explicit = (
+        simulated(form, kernel, score=_score(form, kernel, "joint"), seq=seq, sp=sp)[1]
+        for form in ("absorbed", "explicit")
+    )
     return plainly(
         claim,
         absorbed > explicit,
