@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .config import MLAConfig
-from .forms import resolve_form
+from .forms import check_form, resolve_form
 from .forms.projections import Attend
-from .kernels import Parts, attention, check_kernel
+from .kernels import check_kernel
 from .parallel import agree, degree, gather_sequence
 from .rotary import Rotary, rotary_tables, rotate, softmax_scale
+from .sharding import TokenOrder, check_layout
 
 
 class MLAAttention(nn.Module):
@@ -49,8 +50,8 @@ class MLAAttention(nn.Module):
             )
         check_kernel(kernel)
         self.config, self.form, self.kernel, self.group = config, form, kernel, group
-        self._form, self.form_options = resolve_form(form, form_options)
-        config.check_degree(degree(group))
+        self._form, _ = resolve_form(form, form_options)
+        self.form_options = check_form(config, degree(group), form, form_options)
 
         c, heads = config, config.num_attention_heads
         linear = partial(nn.Linear, bias=False, dtype=dtype, device=device)
@@ -70,34 +71,34 @@ class MLAAttention(nn.Module):
         """``[batch, seq/sp, hidden]`` to the same shape.
 
         ``positions`` are the global positions of this rank's tokens, ``[seq/sp]`` integers, which the rotary embedding
-        and the causal mask follow; by default shards are contiguous and in rank order. Under a causal mask given
-        positions are gathered too, 8 bytes a token.
+        and the causal mask follow; by default shards are contiguous and in rank order, or as the form's ``layout``
+        says. Under a causal mask given positions are gathered too, 8 bytes a token.
 
         Raises ``ValueError`` on every rank, before any data moves, for a wrong shape, dtype or device, or where the
         ranks' shards differ.
         """
         self._check(hidden, positions)
-        seq_local = hidden.shape[1]
-        order = None
-        if positions is None:
-            first = 0 if self.group is None else dist.get_rank(self.group) * seq_local
-            positions = torch.arange(first, first + seq_local, device="cpu")
-        elif self.config.causal:
-            order = _token_order(positions, self.group)
-        rotary = rotary_tables(self.config, positions, hidden.dtype, hidden.device)
-        out = self._form(self, hidden, rotary, self._attend(order), self.group, **self.form_options)
+        tokens = self._tokens(hidden.shape[1], positions)
+        first = 0 if self.group is None else dist.get_rank(self.group) * hidden.shape[1]
+        mine = tokens.positions[first : first + hidden.shape[1]] if positions is None else positions
+        rotary = rotary_tables(self.config, mine, hidden.dtype, hidden.device)
+        attend = Attend(self.kernel, softmax_scale(self.config), self.config.causal, tokens)
+        out = self._form(self, hidden, rotary, attend, self.group, **self.form_options)
         return self.o_proj(out.flatten(2))  # [batch, seq/sp, heads * v] -> [batch, seq/sp, hidden]
 
     def query(self, hidden: Tensor, rotary: Rotary) -> Tensor:
         """``[batch, s, hidden]`` to the rotated query ``[batch, s, heads, nope + rope]``."""
         c = self.config
-        direct = c.q_lora_rank is None
-        q = self.q_proj(hidden) if direct else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        q = self.q_proj(hidden) if c.q_lora_rank is None else self.q_b_proj(self.query_latent(hidden))
         q = q.unflatten(-1, (c.num_attention_heads, c.qk_head_dim))
         if rotary is None:
             return q
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         return torch.cat((q_nope, rotate(q_rope, rotary)), dim=-1)
+
+    def query_latent(self, hidden: Tensor) -> Tensor:
+        """``[batch, s, hidden]`` to the normalised latent of the query ``[batch, s, q_lora]``, where there is one."""
+        return self.q_a_layernorm(self.q_a_proj(hidden))
 
     def latent(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """To the normalised latent ``[batch, s, kv_lora]`` and the rotated shared key band ``[batch, s, rope]``."""
@@ -109,13 +110,30 @@ class MLAAttention(nn.Module):
         """kv_b_proj's weight as ``[heads, nope + v, kv_lora]``, a view."""
         return self.kv_b_proj.weight.unflatten(0, (self.config.num_attention_heads, -1))
 
+    def query_up_projection(self) -> Tensor:
+        """q_b_proj's weight as ``[heads, nope + rope, q_lora]``, a view."""
+        return self.q_b_proj.weight.unflatten(0, (self.config.num_attention_heads, -1))
+
     def extra_repr(self) -> str:
         options = "".join(f", {key}={value!r}" for key, value in self.form_options.items())
         return f"form={self.form!r}{options}, kernel={self.kernel!r}, sp={degree(self.group)}"
 
-    def _attend(self, order: Tensor | None) -> Attend:
-        attend = partial(attention, scale=softmax_scale(self.config), causal=self.config.causal, kernel=self.kernel)
-        return attend if order is None else partial(_attend_in_order, attend, order)
+    def _tokens(self, seq_local: int, positions: Tensor | None) -> TokenOrder:
+        """How the tokens lie over the ranks: as ``positions`` say, by default as the form's layout does."""
+        layout, context = self.form_options.get("layout", "contiguous"), self.form_options.get("context", 1)
+        tokens = TokenOrder.of_layout(seq_local * degree(self.group), layout, context)
+        if positions is None or not (self.config.causal or self.form_options.get("query") == "latent"):
+            return tokens
+        everywhere = gather_sequence(positions.to(torch.int64)[None, :, None], self.group).flatten()  # [seq]
+        if not self.config.causal:
+            return TokenOrder(tokens.pieces, everywhere)
+        given = TokenOrder.of_positions(everywhere)
+        if layout != "contiguous" and given.pieces != tokens.pieces:
+            raise ValueError(
+                f"positions are not those of layout={layout!r} with context={context}; take them from "
+                "laga_core.sharding.sequence_positions, or leave layout out: the layer then follows any positions"
+            )
+        return given
 
     def _check(self, hidden: Tensor, positions: Tensor | None) -> None:
         problem = _input_problem(self, hidden, positions)
@@ -150,6 +168,11 @@ def _input_problem(module: MLAAttention, hidden: Tensor, positions: Tensor | Non
         return f"hidden is {hidden.dtype} but the parameters are {weight.dtype}; cast one of them"
     if hidden.device != weight.device:
         return f"hidden is on {hidden.device} but the parameters are on {weight.device}; move one of them"
+    try:
+        options, sp = module.form_options, degree(module.group)
+        check_layout(hidden.shape[1] * sp, sp, options.get("layout", "contiguous"), options.get("context", 1))
+    except ValueError as error:
+        return str(error)
     if positions is None:
         return None
     if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.is_complex():
@@ -157,25 +180,3 @@ def _input_problem(module: MLAAttention, hidden: Tensor, positions: Tensor | Non
     if list(positions.shape) != [hidden.shape[1]]:
         return f"positions must be [seq/sp] = [{hidden.shape[1]}], got {list(positions.shape)}"
     return None
-
-
-def _token_order(positions: Tensor, group: ProcessGroup | None) -> Tensor | None:
-    """The order that sorts the whole sequence by position, ``[seq]``; ``None`` if it is sorted already."""
-    everywhere = gather_sequence(positions.to(torch.int64)[None, :, None], group).flatten()  # [seq]
-    if len(everywhere.unique()) < len(everywhere):
-        raise ValueError(
-            "positions repeat: they are global, no two tokens of the whole sequence share one; "
-            "for contiguous shards rank r's begin at r * seq/sp (the default)"
-        )
-    order = everywhere.argsort()
-    return None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
-
-
-def _attend_in_order(attend: Attend, order: Tensor, q: Parts, k: Parts, v: Tensor) -> Tensor:
-    """Attend with the tokens in ``order`` and give the output back in the order of the input."""
-    inverse = order.argsort()
-
-    def sort(x: Parts) -> Parts:
-        return tuple(part[:, order] for part in x) if isinstance(x, tuple) else x[:, order]
-
-    return attend(sort(q), sort(k), sort(v))[:, inverse]

@@ -7,12 +7,15 @@ three cannot drift apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import sympy
 import torch
 from sympy.printing.jscode import JavascriptCodePrinter
 
 from ..config import MLAConfig
+from ..forms import FORMS, resolve_form
+from ..sharding import check_layout
 
 
 def _symbol(name: str, latex: str) -> sympy.Symbol:
@@ -32,30 +35,38 @@ NOPE = _symbol("qk_nope_head_dim", r"d_\text{nope}")
 ROPE = _symbol("qk_rope_head_dim", r"d_\text{rope}")
 VALUE = _symbol("v_head_dim", "d_v")
 KV_LORA = _symbol("kv_lora_rank", "d_{kv}")
+Q_LORA = _symbol("q_lora_rank", "d_q")
+CONTEXT = _symbol("context", "R")
+NODE = _symbol("ranks_per_node", "N")
 ITEMSIZE = _symbol("itemsize", "w")
 
 
-def check_sizes(config: MLAConfig, seq: int, sp: int, batch: int = 1) -> None:
-    """Raise ``ValueError`` unless ``sp`` ranks can share ``seq`` tokens and this configuration's heads evenly."""
+def check_sizes(
+    config: MLAConfig, seq: int, sp: int, batch: int = 1, form: str = "explicit", **form_options: Any
+) -> None:
+    """Raise ``ValueError`` unless ``sp`` ranks can share ``seq`` tokens and this configuration's heads in this form."""
     if not isinstance(config, MLAConfig):
         raise TypeError(
             f"expected an MLAConfig, got {type(config).__name__}; see MLAConfig.preset and MLAConfig.from_hf"
         )
-    config.check_degree(sp)
-    for name, value in (("seq", seq), ("batch", batch)):
+    _, complete = resolve_form(form, form_options)
+    for name, value in (("sequence parallel degree sp", sp), ("seq", seq), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    if seq % sp:
-        raise ValueError(f"seq={seq} cannot be split evenly over sp={sp} ranks; pad it to {-(-seq // sp) * sp}")
+    FORMS[form].check(config, sp, complete)
+    check_layout(seq, sp, complete.get("layout", "contiguous"), complete.get("context", 1))
 
 
-def substitutions(config: MLAConfig, *, seq: int, sp: int, batch: int, dtype: torch.dtype) -> dict[sympy.Symbol, int]:
+def substitutions(
+    config: MLAConfig, *, seq: int, sp: int, batch: int, dtype: torch.dtype, context: int = 1
+) -> dict[sympy.Symbol, int]:
     """Numbers for the symbols of this module."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch dtype, got {dtype!r}")
-    values: dict[sympy.Symbol, int] = {SEQ: seq, SP: sp, BATCH: batch, ITEMSIZE: dtype.itemsize}
-    for symbol in (HEADS, NOPE, ROPE, VALUE, KV_LORA):
-        values[symbol] = getattr(config, symbol.name)
+    values: dict[sympy.Symbol, int] = {SEQ: seq, SP: sp, BATCH: batch, ITEMSIZE: dtype.itemsize, CONTEXT: context}
+    for symbol in (HEADS, NOPE, ROPE, VALUE, KV_LORA, Q_LORA):
+        if (value := getattr(config, symbol.name)) is not None:
+            values[symbol] = value
     return values
 
 

@@ -21,7 +21,7 @@ def laga(mla: Projections, hidden: Tensor, rotary: Rotary, attend: Attend, group
     gathered = gather_sequence(torch.cat((latent, k_rope), dim=-1), group)  # [batch, seq, kv_lora + rope]
     latent, k_rope = gathered.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
 
-    k, v = keys_and_values(mla, latent, local_heads(mla, group))  # [batch, seq, heads/sp, nope], [.., v]
+    k, v = keys_and_values(c, latent, local_heads(mla, group))  # [batch, seq, heads/sp, nope], [.., v]
     k = join_key(k, k_rope)  # [batch, seq, heads/sp, nope + rope]
     v = v.contiguous()  # a copy, so that the product of k and v does not stay alive through it
     out = attend(q, k, v)

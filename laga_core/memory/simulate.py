@@ -82,12 +82,17 @@ def simulate_memory(
         recorder,
     ):
         kinds = dict(form=form, kernel=kernel, group=group, dtype=dtype, **form_options)
-        saved = run(recorder, config, (batch, seq // sp, config.hidden_size), layers, kinds)
-    return _summary(recorder, saved)
+        saved, end = _step(recorder, config, (batch, seq // sp, config.hidden_size), layers, kinds)
+    return _summary(recorder.changes[:end], saved)
 
 
-def run(recorder: Recorder, config: MLAConfig, shape: tuple[int, int, int], layers: int, kinds: dict[str, Any]) -> int:
-    """A step of ``layers`` layers whose gradients are in place already, as from the second step on."""
+def _step(
+    recorder: Recorder, config: MLAConfig, shape: tuple[int, int, int], layers: int, kinds: dict[str, Any]
+) -> tuple[int, int]:
+    """A step of ``layers`` layers whose gradients are in place already, as from the second step on.
+
+    Returns how many changes had been recorded after forward, and after backward.
+    """
     weights = [MLAAttention(config, device="cpu", **kinds) for _ in range(layers)]
     parameters = [p for layer in weights for p in layer.parameters()]
     gradients = [torch.empty_like(p) for p in parameters]
@@ -104,7 +109,7 @@ def run(recorder: Recorder, config: MLAConfig, shape: tuple[int, int, int], laye
     recorder.name_gradients(loss)
     recorder.phase = "backward"
     loss.backward()
-    return saved
+    return saved, len(recorder.changes)
 
 
 SIMULATED = ("eager", "tiled", "fused")
@@ -135,8 +140,7 @@ def _check(config: MLAConfig, kernel: str, seq: int, batch: int, layers: int, dt
         raise ValueError("these sizes overflow 64-bit byte counts; choose a smaller seq, batch or configuration")
 
 
-def _summary(recorder: Recorder, saved: int) -> MemorySimulation:
-    changes = recorder.changes
+def _summary(changes: list[Change], saved: int) -> MemorySimulation:
     peak = max(range(len(changes)), key=lambda i: changes[i].bytes)
     held = _by_role(changes[:saved])
     saved_breakdown = {role: size for role, size in held.items() if role not in ("weights", "gradients", "loss")}
