@@ -6,5 +6,15 @@ from .costs import communication
 from .launch import launch
 from .memory import simulate_memory
 from .parallel import all_reduce_gradients
+from .sharding import shard_sequence, unshard_sequence
 
-__all__ = ["MLAAttention", "MLAConfig", "all_reduce_gradients", "communication", "launch", "simulate_memory"]
+__all__ = [
+    "MLAAttention",
+    "MLAConfig",
+    "all_reduce_gradients",
+    "communication",
+    "launch",
+    "shard_sequence",
+    "simulate_memory",
+    "unshard_sequence",
+]
