@@ -35,23 +35,12 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 from sphinx.writers.html5 import HTML5Translator
 
+from laga_core.charts.theme import CONFIG
+
 logger = logging.getLogger(__name__)
 
 Spec = dict[str, Any]
 
-INK = "currentColor"  # the page's text colour, light or dark
-FAINT = {"gridColor": INK, "gridOpacity": 0.14, "domainColor": INK, "domainOpacity": 0.5, "tickColor": INK}
-CONFIG: Spec = {
-    "background": "transparent",
-    "font": "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif",
-    "view": {"stroke": None},
-    "axis": {"labelColor": INK, "titleColor": INK, "tickOpacity": 0.5, "titleFontWeight": "normal", **FAINT},
-    "legend": {"labelColor": INK, "titleColor": INK, "orient": "top", "titleFontWeight": "normal"},
-    "header": {"labelColor": INK, "titleColor": INK},
-    "title": {"color": INK, "subtitleColor": INK, "anchor": "start", "fontWeight": 600},
-    "text": {"color": INK},
-    "rule": {"color": INK},
-}
 FONT_SIZES: Spec = {
     "axis": {"labelFontSize": 12, "titleFontSize": 12},
     "legend": {"labelFontSize": 12, "titleFontSize": 12, "symbolStrokeWidth": 2},
@@ -90,7 +79,9 @@ def narrowed(spec: Spec) -> Spec:
     """What charts.js makes of the spec on a phone: columns become rows, widths shrink."""
     spec = dict(spec)
     if "hconcat" in spec:
-        spec["vconcat"] = [narrowed(part) for part in spec.pop("hconcat")]
+        spec["vconcat"] = spec.pop("hconcat")
+    if "vconcat" in spec:
+        spec["vconcat"] = [narrowed(part) for part in spec["vconcat"]]
     if isinstance(spec.get("width"), int | float):
         spec["width"] = min(spec["width"], PHONE_WIDTH)
     return spec
@@ -113,6 +104,14 @@ def inputs(spec: Spec) -> Iterator[Spec]:
             yield bind
 
 
+def place(bind: Spec) -> str:
+    """The classes of an empty row that holds the place of an input until the chart is live."""
+    if bind["input"] != "radio":
+        return ""
+    letters = len(bind.get("name", "")) + sum(len(str(label)) + 5 for label in bind.get("labels") or bind["options"])
+    return "laga-wide laga-tall" if letters > 40 else "laga-wide"  # tall: two lines on a phone
+
+
 def visit_chart(self: HTML5Translator, node: chart) -> None:
     spec, name = node["spec"], node["name"]
     try:
@@ -124,10 +123,7 @@ def visit_chart(self: HTML5Translator, node: chart) -> None:
     height, narrow_height = (max(node.get("height", 0), each) for each in (height, narrow_height))
     if len(svg) > STILL_LIMIT:
         svg = ""
-    places = "".join(
-        f'<div class="vega-bind laga-place{" laga-wide" if bind["input"] == "radio" else ""}"></div>'
-        for bind in inputs(spec)
-    )
+    places = "".join(f'<div class="vega-bind {place(bind)}"></div>' for bind in inputs(spec))
     # "</" would end the script element early.
     source = json.dumps(spec, separators=(",", ":")).replace("</", "<\\/")
     alt = html.escape(spec["description"])

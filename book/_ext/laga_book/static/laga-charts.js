@@ -2,7 +2,11 @@
 "use strict";
 
 (() => {
-  const PHONE = 500; // px: below this, charts side by side go one under the other
+  // In pixels: below this width charts side by side go one under the other; what axes and labels take beside the plot
+  // then; and the least width that a plot keeps.
+  const PHONE = 500;
+  const MARGIN = 90;
+  const LEAST = 220;
 
   const bound = (spec) => (spec.params || []).filter((param) => param.bind && param.bind.input);
 
@@ -49,17 +53,17 @@
 
   // --- narrow screens ---
 
+  // Columns become rows, and everything with a width of its own gives up what does not fit.
   function fit(chart, spec, room) {
-    const excess = Number(chart.dataset.width) - room;
+    let excess = Number(chart.dataset.width) - room;
     if (excess <= 0) return;
     if (spec.hconcat && room < PHONE) {
       spec.vconcat = spec.hconcat;
       delete spec.hconcat;
-      for (const part of spec.vconcat) {
-        if (typeof part.width === "number") part.width = Math.max(160, Math.min(part.width, room - 90));
-      }
-    } else if (typeof spec.width === "number") {
-      spec.width = Math.max(160, spec.width - excess);
+      excess = Math.max(...spec.vconcat.map((part) => (part.width || 0) + MARGIN)) - room;
+    }
+    for (const part of spec.vconcat || [spec]) {
+      if (typeof part.width === "number") part.width = Math.min(part.width, Math.max(LEAST, part.width - excess));
     }
   }
 
@@ -153,10 +157,10 @@
       bind: staged,
       tooltip: { theme: "laga" },
     });
-    for (const row of staged.querySelectorAll(".vega-bind")) {
-      row.classList.toggle("laga-wide", row.querySelectorAll("input[type=radio]").length > 0);
-    }
-    controls.replaceChildren(...staged.querySelectorAll(".vega-bind"));
+    const places = [...controls.children];
+    const rows = [...staged.querySelectorAll(".vega-bind")];
+    rows.forEach((row, index) => places[index] && row.classList.add(...places[index].classList));
+    controls.replaceChildren(...rows);
     for (const { name } of params) {
       result.view.addSignalListener(name, (_, value) => {
         remember(`${chart.id}.${name}`, value, initial.get(name));
