@@ -221,7 +221,7 @@ def test_the_table_holds_every_claim_and_the_code_that_decides_it(entries: list[
 
 
 def test_the_chart_counts_every_claim(entries: list[claims.Entry]) -> None:
-    rows = verdict_chart(entries).to_dict()["data"]["values"]
+    (rows,) = verdict_chart(entries).to_dict()["datasets"].values()
     assert sum(row["claims"] for row in rows) == len(entries)
 
 
