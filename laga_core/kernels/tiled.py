@@ -85,8 +85,8 @@ def backward(
 def row_sums(out: Tensor, dout: Tensor) -> Tensor:
     """``sum(out * dout)`` over dim_v, ``[batch, s_q, heads]``, in float32 (float64): what backward needs of ``out``."""
     sums = out.new_empty(out.shape[:3], dtype=_sum_dtype(out))
-    for start in range(0, out.shape[1], _ROWS):
-        rows = slice(start, start + _ROWS)
+    for first, last in _cut(0, out.shape[1], _ROWS):
+        rows = slice(first, last)
         sums[:, rows] = (out[:, rows].to(sums.dtype) * dout[:, rows]).sum(-1)
     return sums
 
@@ -168,35 +168,30 @@ class _Plan:
         batch, s_q, heads, _ = q.shape
         _, s_k, groups, _ = k.shape
         sharing = heads // groups
-        tile = _TILE.get(q.device.type, _TILE_ACCELERATOR)
+        tile = _TILE.get("cpu" if _on_cpu(q) else "accelerator", _TILE_ACCELERATOR)
         keys = min(_KEYS, s_k)
-        matrices = (
-            max(1, min(batch * groups, tile // (keys * min(_ROWS, s_q * sharing)))) if q.device.type != "cpu" else 1
-        )
+        matrices = 1 if _on_cpu(q) else max(1, min(batch * groups, tile // (keys * min(_ROWS, s_q * sharing))))
         positions = max(1, min(s_q, tile // (keys * matrices * sharing)))
         return cls(batch, groups, sharing, s_q, s_k, causal, matrices, positions, keys)
 
     def parts(self) -> Iterator[tuple[slice, slice, slice]]:
         """Slices of the batch, the heads of q and the heads of k and v."""
         batches, groups = max(1, self.matrices // self.groups), min(self.matrices, self.groups)
-        for b in range(0, self.batch, batches):
-            for g in range(0, self.groups, groups):
-                heads = slice(g * self.sharing, (g + groups) * self.sharing)
-                yield slice(b, b + batches), heads, slice(g, g + groups)
+        for b in _cut(0, self.batch, batches):
+            for first, last in _cut(0, self.groups, groups):
+                yield slice(*b), slice(first * self.sharing, last * self.sharing), slice(first, last)
 
     def row_blocks(self) -> Iterator[tuple[int, int]]:
-        for first in range(0, self.s_q, self.positions):
-            yield first, min(first + self.positions, self.s_q)
+        return _cut(0, self.s_q, self.positions)
 
     def tiles(self, first: int, last: int) -> Iterator[_Tile]:
         """Cover what positions first..last of q can see."""
         visible = self.s_k - self.s_q + first if self.causal else self.s_k  # to each of them
-        for start in range(0, visible, self.keys):
-            yield _Tile(first, last, start, min(start + self.keys, visible), False)
+        for start, stop in _cut(0, visible, self.keys):
+            yield _Tile(first, last, start, stop, False)
         if self.causal:
             step = max(1, _DIAGONAL // self.sharing)
-            for row in range(first, last, step):
-                end = min(row + step, last)
+            for row, end in _cut(first, last, step):
                 yield _Tile(row, end, visible, visible + end - first, True)
 
     def rows(self, tile: _Tile, first: int = 0) -> slice:
@@ -257,7 +252,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _use_linear(x: Tensor) -> bool:
     """float32 on a CPU goes to MKL, which is slow on other vendors' machines; oneDNN, which PyTorch has too, is not."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available() and _LINEAR
+    return x.dtype == torch.float32 and _on_cpu(x) and torch.backends.mkldnn.is_available() and _LINEAR
 
 
 def _linear(a: Tensor, b: Tensor) -> Tensor:
@@ -285,6 +280,15 @@ def _store(x: Tensor, target: Tensor, groups: int) -> None:
     """The inverse of :func:`_matrices`, written into ``target``."""
     target = target.unflatten(2, (groups, -1)).transpose(1, 2)
     target.copy_(x.view(target.shape))
+
+
+def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """Pieces of ``start..stop``, each ``step`` long but for the last."""
+    return ((first, min(first + step, stop)) for first in range(start, stop, step))
+
+
+def _on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
-from ..kernels import KERNELS
+from ..kernels import KERNELS, tiled
+from . import fused
 
 _lock = threading.RLock()
 
@@ -61,9 +62,21 @@ class _World(c10d._World):
 
 @contextmanager
 def stand_ins(device: str) -> Iterator[None]:
-    """Where fake tensors, which are CPU tensors, would run what no accelerator runs, and the kernel ``"fused"``."""
-    with _lock, mock.patch.dict(KERNELS, fused=_fused), _Accelerator() if device == "accelerator" else nullcontext():
+    """The kernel ``"fused"``, short loops, and an accelerator's choices where fake tensors would make a CPU's."""
+    with ExitStack() as stack:
+        stack.enter_context(_lock)
+        stack.enter_context(mock.patch.dict(KERNELS, fused=fused.attend))
+        stack.enter_context(mock.patch.object(tiled, "_cut", _ends))
+        if device == "accelerator":
+            stack.enter_context(mock.patch.object(tiled, "_on_cpu", lambda x: False))
+            stack.enter_context(_Accelerator())
         yield
+
+
+def _ends(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """The first and the last of the pieces the tiled kernel works through: what happens in between is the same."""
+    for first in sorted({start, start + (stop - start - 1) // step * step}) if stop > start else ():
+        yield first, min(first + step, stop)
 
 
 class _Accelerator(TorchFunctionMode):
@@ -91,21 +104,3 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
-    """What a fused kernel keeps (q, k, v, its output, one float32 a row) and returns; it needs nothing besides."""
-    return _Fused.apply(q, k, v)
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        log_sum_exp = q.new_empty(q.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, log_sum_exp)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in ctx.saved_tensors[:3])

@@ -23,11 +23,12 @@ _COPIES = {aten.clone.default, aten.mul.Tensor, aten._to_copy.default}
 
 @dataclass(eq=False)
 class Block:
-    """One storage: its bytes, its role, and the role it takes once it leaves the code that made it."""
+    """One storage: its bytes, its role, and the role it has been given for when it leaves the room that made it."""
 
     bytes: int
     role: str
-    heir: str | None = None
+    outer: str | None = None
+    room: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,40 +61,39 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self._operator = func.name().removeprefix("aten::").split(".")[0]
         place = locate()
-        sources = [self._block(t) for t in tree_iter(args) if isinstance(t, Tensor)]
-        if place.room != "parallel":
-            for block in sources:
-                if block is not None and block.heir is not None:
-                    block.role, block.heir = block.heir, None
-        if func is aten.add.Tensor and place.room is None and _engine_adds_in_place(*args[:2]):
-            return args[0].add_(args[1])
-        if func in _PRODUCTS:
-            self._copy_operands(args)
+        tensors = [t for t in tree_iter(args) if isinstance(t, Tensor)]
+        sources = [block for t in tensors if (block := self._block(t)) is not None]
+        for block in sources:
+            if block.outer is not None and place.room != block.room:
+                block.role, block.outer = block.outer, None
         result = func(*args, **(kwargs or {}))
         self._note(func, place, sources, [t for t in tree_iter(result) if isinstance(t, Tensor)])
+        if func in _PRODUCTS:
+            self._copy([t for t in tensors if not _is_matrix(t)])
+        elif self._operator == "mkldnn::_linear_pointwise":
+            self._copy([t for t in tensors[:1] if not t.is_contiguous()])
         return result
 
-    def _note(self, func: Any, place: Place, sources: list[Block | None], results: list[Tensor]) -> None:
-        source = next((block for block in sources if block is not None), None)
+    def _note(self, func: Any, place: Place, sources: list[Block], results: list[Tensor]) -> None:
         for tensor in results:
             if self._block(tensor) is None:
-                role, heir = place.role, None
-                if role == COLLECTIVE:
-                    heir = place.outer
-                elif func in _COPIES and source is not None and (role is None or place.room == "kernels"):
-                    role = source.heir or source.role
-                self.allocate(tensor, role or WORKSPACE, heir)
+                role, outer = place.role, None
+                if role in (COLLECTIVE, WORKSPACE):
+                    outer = place.outer
+                elif func in _COPIES and sources and (role is None or place.room == "kernels"):
+                    role = sources[0].outer or sources[0].role
+                self.allocate(tensor, role or WORKSPACE, outer, place.room)
         if results and self.phase == "forward":
             # The node of autograd's graph that this operator belongs to is the one made last.
             number = torch.autograd._get_sequence_nr() - 1
             self._made_by.setdefault(number, (self._block(results[0]), place.outer))
 
-    def allocate(self, tensor: Tensor, role: str, heir: str | None = None) -> None:
+    def allocate(self, tensor: Tensor, role: str, outer: str | None = None, room: str | None = None) -> None:
         """Count the storage of ``tensor`` from now until it dies."""
         storage = tensor.untyped_storage()
         size = -(-storage.nbytes() // _GRANULE) * _GRANULE
         if size:
-            block = self.live[storage._cdata] = Block(size, role, heir)
+            block = self.live[storage._cdata] = Block(size, role, outer, room)
             self._change(block, size)
             weakref.finalize(storage, self._release, storage._cdata)
 
@@ -108,9 +108,9 @@ class Recorder(TorchDispatchMode):
     def _block(self, tensor: Tensor) -> Block | None:
         return self.live.get(tensor.untyped_storage()._cdata)
 
-    def _copy_operands(self, args: tuple[Any, ...]) -> None:
-        """Matrix libraries need one unit stride: what has none, they first copy, below the dispatcher."""
-        copies = [Block(-(-t.nbytes // _GRANULE) * _GRANULE, WORKSPACE) for t in args if not _is_matrix(t)]
+    def _copy(self, operands: list[Tensor]) -> None:
+        """Matrix libraries first copy an operand whose strides they do not take, below the dispatcher."""
+        copies = [Block(-(-t.nbytes // _GRANULE) * _GRANULE, WORKSPACE) for t in operands]
         for block in copies:
             self._change(block, block.bytes)
         for block in copies:
@@ -129,14 +129,14 @@ class Recorder(TorchDispatchMode):
         own_function = isinstance(node, torch.autograd.function.BackwardCFunction)
         if block is None or (own_function and outer is not None):
             return outer or "a value"
-        return block.heir or block.role
+        return block.outer or block.role
 
     def _namer(self, role: str) -> Callable[[tuple[Tensor | None, ...]], None]:
         def name(gradients: tuple[Tensor | None, ...]) -> None:
             for gradient in gradients:
                 block = None if gradient is None else self._block(gradient)
                 if block is not None and block.role in (WORKSPACE, COLLECTIVE):
-                    block.role = role
+                    block.role, block.outer = role, None
 
         return name
 
@@ -151,19 +151,9 @@ def _nodes(root: Any) -> Iterator[Any]:
         stack += following
 
 
-def _engine_adds_in_place(total: Any, term: Any) -> bool:
-    """Autograd adds a second gradient into the first where it holds the last reference: not so for fake tensors."""
-    return (
-        torch._C._current_autograd_node() is not None
-        and isinstance(term, Tensor)
-        and total.shape == term.shape
-        and total.dtype == term.dtype
-        and total.is_contiguous()
-    )
-
-
-def _is_matrix(x: Any) -> bool:
-    if not isinstance(x, Tensor) or x.dim() < 2:
+def _is_matrix(x: Tensor) -> bool:
+    """Whether BLAS takes it as it is: one dimension of unit stride, the other's at least as long as that."""
+    if x.dim() < 2:
         return True
     (rows, columns), (down, across) = x.shape[-2:], x.stride()[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NamedTuple
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_DRIVER = "memory"
+_DRIVER = "simulate.py"
 
 WORKSPACE = "kernel workspace"
 COLLECTIVE = "collective buffers"
@@ -24,7 +24,7 @@ GRADIENT_OF = "gradient of "
 # Folder or file of this package -> variable -> role. A variable that is not listed does not name a value: the caller's
 # does.
 _WORDS: dict[str, dict[str, str]] = {
-    "memory": {
+    _DRIVER: {
         "weights": "weights",
         "gradients": "gradients",
         "hidden": "hidden",
@@ -61,7 +61,7 @@ _WORDS: dict[str, dict[str, str]] = {
         "future": "causal mask",
         "probabilities": "probabilities",
         "lse": "log-sum-exp",
-        "dq": GRADIENT_OF + "q",
+        "dq": GRADIENT_OF + "q, k and v",
         "dk": GRADIENT_OF + "k",
         "dv": GRADIENT_OF + "v",
     },
@@ -72,7 +72,7 @@ _LEAVES = {"out", "product"}
 
 
 class Place(NamedTuple):
-    """Where in this package a value is made: the role its own folder gives it, and the one its caller gives it."""
+    """Where in this package a value is made, and the role it has there, and the one it has once it leaves."""
 
     role: str | None
     outer: str | None
@@ -85,12 +85,14 @@ def locate() -> Place:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         here = _room(frame.f_code.co_filename)
-        if here is not None and not (here == _DRIVER and frame.f_code.co_name != "run"):
+        if here is not None:
             room = room or here
             name = _assigned(frame.f_code.co_filename).get(frame.f_lineno)
             if name is not None:
                 word = _WORDS.get(here, {}).get(name)
                 if word is not None:
+                    if here in _OWN and word.startswith(GRADIENT_OF):
+                        own = own or _OWN[here]
                     return Place(own or word, word, room)
                 if here in _OWN and name not in _LEAVES:
                     own = own or _OWN[here]
@@ -105,7 +107,10 @@ def locate() -> Place:
 @cache
 def _room(filename: str) -> str | None:
     path = Path(filename)
-    return path.relative_to(_PACKAGE).parts[0] if path.is_relative_to(_PACKAGE) else None
+    if not path.is_relative_to(_PACKAGE):
+        return None
+    folder, *rest = path.relative_to(_PACKAGE).parts
+    return {"fused.py": "kernels", _DRIVER: _DRIVER}.get(rest[0]) if folder == "memory" else folder
 
 
 @cache

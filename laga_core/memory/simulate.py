@@ -70,7 +70,7 @@ def simulate_memory(
     Raises ``ValueError`` or ``TypeError`` for unknown names, sizes that cannot be split evenly or make no sense, and a
     kernel whose memory only its device knows.
     """
-    check_sizes(config, seq, sp, batch)
+    check_sizes(config, seq, sp, batch, form, **form_options)
     _check(config, kernel, seq, batch, layers, dtype, device)
     recorder = Recorder()
     with (
