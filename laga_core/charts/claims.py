@@ -67,6 +67,7 @@ class ClaimsTable:
             [
                 '<section class="laga-claims">',
                 f"<style>{_STYLE}</style>",
+                f"<p>{self._summary()}</p>",
                 self._filters(),
                 '<table><thead><tr><th scope="col">claim</th><th scope="col">paper</th><th scope="col">ours</th>'
                 '<th scope="col">verdict</th><th scope="col">decided by</th></tr></thead><tbody>',
@@ -79,6 +80,13 @@ class ClaimsTable:
                 "</section>",
             ]
         )
+
+    def _summary(self) -> str:
+        tally = counts(self.entries)
+        parts = ", ".join(f"{number} {html.escape(verdict)}" for verdict, number in tally.items() if number)
+        own = sum(entry.finding.kind == "reported" for entry in self.entries)
+        compared = f"For {own} of them only the paper's own numbers, or what others publish, were compared."
+        return f"{len(self.entries)} claims: {parts}. {compared}"
 
     def _filters(self) -> str:
         tally = counts(self.entries)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ from ...kernels import KERNELS, eager
 from ...memory.fake import fake_group
 from ...parallel import record_bytes
 from .communication import prototype
-from .rules import Claim, Finding, SourceMissing, check, plainly
+from .records import hardware, published
+from .rules import Claim, Finding, check, plainly
 
 SMALL = MLAConfig(
     hidden_size=512,
@@ -56,15 +56,36 @@ def single_process_difference(claim: Claim, of: list[str]) -> Finding:
 
 
 @check
-def parallel_difference(claim: Claim, of: str, sp: list[int], **setting: Any) -> Finding:
-    """The largest difference between two forms on real ranks, from the records of the equivalence experiment."""
-    raise SourceMissing("records of 02_equivalence")
+def parallel_difference(
+    claim: Claim,
+    of: list[str] | None,
+    sp: list[int],
+    dtype: str = "float32",
+    measure: str = "absolute",
+    forms: list[str] | None = None,
+) -> Finding:
+    """The largest element of a form on real ranks minus explicit in one process, over tensors (``None``: all) and sp.
+
+    Of two forms the sum is taken, which is at least as large as the difference between them.
+    """
+    total, records = 0.0, []
+    for form in forms or ["laga"]:
+        found = [record for degree in sp for record in published("equivalence", sp=degree, dtype=dtype, form=form)]
+        total += max(value for r in found for name, value in r.metrics[measure].items() if of is None or name in of)
+        records += found
+    return plainly(claim, total, "measured", f"{dtype}, {measure}, gloo on {hardware(records)}")
 
 
 @check
-def gradients_complete(claim: Claim) -> Finding:
-    """Whether one all-reduce leaves every rank with the full gradient, from records of real ranks."""
-    raise SourceMissing("records of 02_equivalence")
+def gradients_complete(claim: Claim, sp: list[int]) -> Finding:
+    """Whether one all-reduce leaves the full gradient of kv_b_proj under every form, on real ranks in fp64."""
+    worst = max(
+        record.metrics["relative"]["kv_b_proj"]
+        for degree in sp
+        for form in ("explicit", "absorbed", "laga")
+        for record in published("equivalence", sp=degree, dtype="float64", form=form)
+    )
+    return plainly(claim, worst < 1e-12, "measured", f"largest relative difference {worst:.0e}, fp64")
 
 
 @check

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .rules import Claim, Finding, SourceMissing, check
+from .records import published
+from .rules import Claim, Finding, SourceMissing, check, needs_hardware
 
 
 @check
@@ -23,5 +24,12 @@ def routing_noise(claim: Claim, metric: str) -> Finding:
 
 
 @check
-def measured_on(claim: Claim, hardware: str, experiment: str) -> Finding:
-    raise SourceMissing("results")
+def measured_on(claim: Claim, device: str, experiment: str) -> Finding:
+    """What only a run on this kind of device can tell."""
+    try:
+        here = [record for record in published(experiment) if record.provenance["device"] == device]
+    except SourceMissing:
+        here = []
+    if here:  # somebody ran it: the claim wants reading, not a shrug
+        raise SourceMissing(f"a check that reads the records of {experiment} on {device}")
+    return needs_hardware(f"{experiment} has not run on {device}")
