@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
-from torch.overrides import TorchFunctionMode
 
 from ..kernels import KERNELS, tiled
 from . import fused
+
+topology = import_module("laga_core.parallel.topology")  # the package has a function of that name
 
 _lock = threading.RLock()
 
@@ -33,31 +35,39 @@ def fake_group(sp: int, device: torch.device | str = "cpu") -> Iterator[ProcessG
     from torch._C._distributed_c10d import FakeProcessGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    custom = ProcessGroup.BackendType.CUSTOM
-    group = ProcessGroup(FakeStore(), 0, sp)
-    backend = FakeProcessGroup._create_internal(0, sp, None)  # type: ignore[call-arg]
-    group._register_backend(torch.device(device), custom, backend)
-    group._set_default_backend(custom)
-    with _lock:
-        outside = c10d._world
-        c10d._world = _World(group)
-        try:
-            yield group
-        finally:
-            c10d._world = outside
+    with _lock, mock.patch.object(c10d, "_world", _World()) as world:
+
+        def group(ranks: int) -> ProcessGroup:
+            custom = ProcessGroup.BackendType.CUSTOM
+            made = ProcessGroup(FakeStore(), 0, ranks)
+            backend = FakeProcessGroup._create_internal(0, ranks, None)  # type: ignore[call-arg]
+            made._register_backend(torch.device(device), custom, backend)
+            made._set_default_backend(custom)
+            world.groups[made] = (dist.Backend.FAKE, None)
+            return made
+
+        def split(whole: ProcessGroup, within: int) -> Any:
+            return topology.Topology(group(within), group(whole.size() // within))
+
+        world.default_pg = group(sp)
+        with mock.patch.object(topology, "_create", split):
+            yield world.default_pg
 
 
 class _World(c10d._World):
-    """torch.distributed's registry of groups, holding one."""
+    """torch.distributed's registry of groups, of which this process is rank 0."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.default_pg = group
-        self._groups: dict[ProcessGroup, Any] = {group: (dist.Backend.FAKE, None)}
+        self.groups: dict[ProcessGroup, Any] = {}
 
     @property
     def pg_map(self) -> dict[ProcessGroup, Any]:
-        return self._groups
+        return self.groups
+
+    @property
+    def pg_group_ranks(self) -> dict[ProcessGroup, dict[int, int]]:
+        return {group: {0: 0} for group in self.groups}
 
 
 @contextmanager
@@ -69,7 +79,7 @@ def stand_ins(device: str) -> Iterator[None]:
         stack.enter_context(mock.patch.object(tiled, "_cut", _ends))
         if device == "accelerator":
             stack.enter_context(mock.patch.object(tiled, "_on_cpu", lambda x: False))
-            stack.enter_context(_Accelerator())
+            stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_rms_norm))
         yield
 
 
@@ -79,16 +89,8 @@ def _ends(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, stop)
 
 
-class _Accelerator(TorchFunctionMode):
-    """RMSNorm is one kernel there; on a CPU it is a chain of float32 operations that keeps every link."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.rms_norm:
-            return _fused_rms_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    """One kernel on an accelerator; on a CPU, a chain of float32 operations that keeps every link."""
     return _FusedRMSNorm.apply(x, weight)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -35,7 +36,7 @@ _WORDS: dict[str, dict[str, str]] = {
         "q_latent": "query latent",
         "latent": "latent",
         "positions": "rotary tables",
-        "order": "token order",
+        "tokens": "token order",
         "rotary": "rotary tables",
         "out": "output",
     },
@@ -44,13 +45,29 @@ _WORDS: dict[str, dict[str, str]] = {
         "k": "k",
         "v": "v",
         "kv": "k and v",
+        "some": "q",
+        "packed": "q, k and v",
+        "q_latent": "query latent",
         "latent": "latent",
+        "shards": "latent",
         "gathered": "latent",
         "key": "latent",
         "q_absorbed": "q_absorbed",
-        "query": "q_absorbed",
         "accumulator": "latent accumulator",
         "out": "output",
+        "lse": "log-sum-exp",
+        "delta": "row sums",
+        "dout": "gradient of output",
+        "dq": "gradient of q",
+        "dk": "gradient of k",
+        "dv": "gradient of v",
+        "d_q": "gradient of q",
+        "found": "gradient of q, k and v",
+        "part_q": "gradient of q",
+        "d_latent": "gradient of latent",
+        "part_latent": "gradient of latent",
+        "d_up": "gradient of weights",
+        "d_up_q": "gradient of weights",
     },
     "kernels": {
         "q": "q",
@@ -61,9 +78,9 @@ _WORDS: dict[str, dict[str, str]] = {
         "future": "causal mask",
         "probabilities": "probabilities",
         "lse": "log-sum-exp",
-        "dq": GRADIENT_OF + "q, k and v",
-        "dk": GRADIENT_OF + "k",
-        "dv": GRADIENT_OF + "v",
+        "dq": "gradient of q",
+        "dk": "gradient of k",
+        "dv": "gradient of v",
     },
 }
 # A buffer in these folders that only they know is theirs, unless it leaves them: then it is what the caller calls it.
@@ -87,16 +104,18 @@ def locate() -> Place:
         here = _room(frame.f_code.co_filename)
         if here is not None:
             room = room or here
-            name = _assigned(frame.f_code.co_filename).get(frame.f_lineno)
-            if name is not None:
-                word = _WORDS.get(here, {}).get(name)
-                if word is not None:
-                    if here in _OWN and word.startswith(GRADIENT_OF):
-                        own = own or _OWN[here]
-                    return Place(own or word, word, room)
-                if here in _OWN and name not in _LEAVES:
+            names = _assigned(frame.f_code.co_filename).get(frame.f_lineno, ())
+            words = _WORDS.get(here, {})
+            leaves = here in _OWN and _LEAVES.intersection(names)
+            known = [words[name] for name in names if name in words]
+            if known and not leaves:
+                word = _joined(known)
+                if here in _OWN and word.startswith(GRADIENT_OF):
                     own = own or _OWN[here]
-                fallback = name if here == "forms" else fallback
+                return Place(own or word, word, room)
+            if names and here in _OWN and not leaves:
+                own = own or _OWN[here]
+            fallback = names[0] if names and here == "forms" else fallback
             if here == _DRIVER:
                 break
         frame = frame.f_back
@@ -113,14 +132,32 @@ def _room(filename: str) -> str | None:
     return {"fused.py": "kernels", _DRIVER: _DRIVER}.get(rest[0]) if folder == "memory" else folder
 
 
+def _joined(words: list[str]) -> str:
+    """Several roles in one: "k and v", "gradient of q, k and v"."""
+    *most, last = dict.fromkeys(words)
+    prefix = GRADIENT_OF if last.startswith(GRADIENT_OF) and most else ""
+    shown = [word.removeprefix(prefix) for word in most]
+    return f"{prefix}{', '.join(shown)} and {last.removeprefix(prefix)}" if most else last
+
+
 @cache
-def _assigned(filename: str) -> dict[int, str]:
-    """Line -> the first variable that the statement on it assigns to."""
-    names: dict[int, str] = {}
+def _assigned(filename: str) -> dict[int, tuple[str, ...]]:
+    """Line -> the variables that the statement on it assigns to."""
+    found: dict[int, tuple[str, ...]] = {}
     for node in ast.walk(ast.parse(Path(filename).read_text(encoding="utf-8"))):
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            first = next((part.id for part in ast.walk(target) if isinstance(part, ast.Name)), None)
-            if first is not None and not isinstance(target, (ast.Attribute, ast.Subscript)):
-                names.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), first))
-    return names
+            names = tuple(_names(target))
+            if names:
+                found.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), names))
+    return found
+
+
+def _names(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, ast.Name):
+        yield target.id
+    elif isinstance(target, (ast.Subscript, ast.Starred)):
+        yield from _names(target.value)
+    elif isinstance(target, ast.Tuple):
+        for part in target.elts:
+            yield from _names(part)

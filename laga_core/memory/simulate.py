@@ -108,7 +108,7 @@ def _step(
     saved = len(recorder.changes)
     recorder.name_gradients(loss)
     recorder.phase = "backward"
-    loss.backward()
+    torch.autograd.backward(loss)  # not loss.backward(), under which a function mode is off
     return saved, len(recorder.changes)
 
 
