@@ -294,7 +294,7 @@ def _failure(store: dist.Store, world: int) -> LaunchError:
     first = min(known, key=lambda report: report["peer"])
     failures = {report["rank"]: report["text"] for report in reversed(known) if report["rank"] is not None}
     others = sorted(set(failures) - {first["rank"]})
-    who = f"rank {first['rank']} of {world}" if first["rank"] is not None else "the agent"
+    who = f"rank {first['rank']} of {world}" if first["rank"] is not None else "a node"
     return LaunchError(
         f"{who} failed on {first['node']}{f' (and {len(others)} more: {others})' if others else ''}\n{first['text']}",
         first["rank"],
@@ -523,7 +523,11 @@ def _serve(
         ranks = [node["key"] for node in json.loads(store.get("plan"))]
         if key not in ranks:
             raise LaunchError(f"node {name} came to a launch that already had its {len(ranks)} nodes")
-        with _agent(host, port, job, settings, ranks.index(key), nproc, interface):
+        with _agent(host, port, job, settings, ranks.index(key), nproc, interface) as agent:
+            while not over() and agent.poll() is None:
+                time.sleep(_POLL)
+            if agent.returncode:
+                _report(store, None, f"the agent of node {name} ended with exit code {agent.returncode}", False)
             while not over():
                 time.sleep(_POLL)
     finally:

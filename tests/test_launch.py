@@ -267,6 +267,7 @@ def test_no_rank_outlives_the_launching_process(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_in_a_notebook_kernel(traces: Traces) -> None:
     from jupyter_client.manager import start_new_kernel
 
@@ -447,6 +448,7 @@ except LaunchError as error:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_nodes_over_network_namespaces(namespaces: list[str], traces: Traces, tmp_path: Path) -> None:
     marker = tmp_path / "both run"
     environment = os.environ | traces.env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
