@@ -47,7 +47,7 @@ def verdict_chart(entries: Sequence[Entry]) -> alt.Chart:
                 "verdict:N", title=None, scale=alt.Scale(domain=order, range=[COLOURS[v] for v in order]),
                 legend=alt.Legend(columns=2, labelLimit=260),
             ),
-            opacity=alt.Opacity("decided from:N", scale=sources, legend=None),
+            opacity=alt.Opacity("decided from:O", scale=sources, legend=None),
             order=alt.Order("order:Q"),
             tooltip=["family:N", "verdict:N", "decided from:N", "claims:Q"],
         )
@@ -70,7 +70,7 @@ class ClaimsTable:
                 f"<p>{self._summary()}</p>",
                 self._filters(),
                 '<table><thead><tr><th scope="col">claim</th><th scope="col">paper</th><th scope="col">ours</th>'
-                '<th scope="col">verdict</th><th scope="col">decided by</th></tr></thead><tbody>',
+                '<th scope="col">verdict</th></tr></thead><tbody>',
                 *map(_row, self.rows),
                 "</tbody></table>",
                 '<p class="laga-claims-none" hidden>No claim fits these filters.</p>',
@@ -117,16 +117,16 @@ def _select(name: str, options: dict[str, int], total: int) -> str:
 def _row(row: dict[str, str]) -> str:
     text = {key: html.escape(value) for key, value in row.items()}
     check = text["decided_by"].rsplit(".", 1)[1]
-    remark = f"<small>{_linked(row['remark'])}</small>" if row["remark"] else ""
+    remark = f"{_linked(row['remark'])} · " if row["remark"] else ""
     tone = list(COLOURS).index(row["verdict"])
     return (
         f'<tr id="{text["id"]}" data-verdict="{text["verdict"]}" data-family="{text["family"]}"'
         f' data-kind="{text["kind"]}">'
-        f"<td>{text['claim']}<small>{text['where']} · <code>{text['id']}</code></small></td>"
+        f"<td>{text['claim']} <small>{text['where']} · <code>{text['id']}</code></small></td>"
         f'<td data-name="paper">{text["paper"]}</td>'
-        f'<td data-name="ours">{text["ours"]} <small> {text["kind"]}</small></td>'
-        f'<td data-name="verdict"><b class="tone{tone}">{text["verdict"]}</b>{remark}</td>'
-        f'<td data-name="decided by"><a href="#check-{check}" title="{text["decided_by"]}">{check}</a></td></tr>'
+        f'<td data-name="ours">{text["ours"]} <small>{text["kind"]}</small></td>'
+        f'<td data-name="verdict"><b class="tone{tone}">{text["verdict"]}</b> '
+        f'<small>{remark}decided by <a href="#check-{check}" title="{text["decided_by"]}">{check}</a></small></td></tr>'
     )
 
 
@@ -153,6 +153,8 @@ def _source(name: str) -> str:
 
 _STYLE = """
 .laga-claims { font-size: 0.875rem; }
+html .bd-content div.cell_output .text_html:not(:has(table.dataframe)):has(> .laga-claims) { padding: 0;
+  color: inherit; background: transparent; } /* the theme lights outputs up in the dark */
 .laga-claims form { display: flex; flex-wrap: wrap; gap: 0.5rem 1.25rem; align-items: center; margin-bottom: 0.75rem; }
 .laga-claims label { display: flex; gap: 0.4rem; align-items: center; margin: 0; font-weight: 600; max-width: 100%; }
 .laga-claims :is(select, input) { min-width: 0; max-width: 16rem; height: 2rem; padding: 0 0.4rem; font: inherit;
@@ -162,8 +164,10 @@ _STYLE = """
 .laga-claims table { width: 100%; border-collapse: collapse; }
 .laga-claims :is(th, td) { padding: 0.35rem 0.6rem 0.35rem 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid color-mix(in srgb, currentColor 15%, transparent); }
-.laga-claims td:is(:nth-child(2), :nth-child(3)) { white-space: nowrap; font-variant-numeric: tabular-nums; }
-.laga-claims small { display: block; opacity: 0.75; overflow-wrap: anywhere; }
+.laga-claims td:nth-child(1) { width: 40%; }
+.laga-claims td:nth-child(4) { width: 34%; }
+.laga-claims td:is(:nth-child(2), :nth-child(3)) { font-variant-numeric: tabular-nums; }
+.laga-claims small { display: block; color: color-mix(in srgb, currentColor 72%, transparent); overflow-wrap: anywhere; }
 .laga-claims b { font-weight: 600; padding-left: 0.45rem; border-left: 0.3rem solid var(--tone); }
 .laga-claims a { overflow-wrap: anywhere; }
 .laga-claims pre { overflow-x: auto; font-size: 0.8125rem; padding: 0.5rem; }
@@ -173,8 +177,8 @@ _STYLE = """
   .laga-claims thead { position: absolute; clip-path: inset(50%); }
   .laga-claims tr:not([hidden]) { display: block; padding: 0.5rem 0;
     border-bottom: 1px solid color-mix(in srgb, currentColor 25%, transparent); }
-  .laga-claims td { display: block; padding: 0.1rem 0; border: 0; }
-  .laga-claims td[data-name]::before { content: attr(data-name) ": "; opacity: 0.75; }
+  .laga-claims td:is(*, :nth-child(1), :nth-child(4)) { display: block; width: auto; padding: 0.1rem 0; border: 0; }
+  .laga-claims td[data-name]::before { content: attr(data-name) ": "; opacity: 0.72; }
   .laga-claims td small { display: inline; }
   .laga-claims td:first-child small { display: block; }
 }
