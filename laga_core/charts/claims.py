@@ -167,7 +167,8 @@ html .bd-content div.cell_output .text_html:not(:has(table.dataframe)):has(> .la
 .laga-claims td:nth-child(1) { width: 40%; }
 .laga-claims td:nth-child(4) { width: 34%; }
 .laga-claims td:is(:nth-child(2), :nth-child(3)) { font-variant-numeric: tabular-nums; }
-.laga-claims small { display: block; color: color-mix(in srgb, currentColor 72%, transparent); overflow-wrap: anywhere; }
+.laga-claims small { display: block; overflow-wrap: anywhere;
+  color: color-mix(in srgb, currentColor 72%, transparent); }
 .laga-claims b { font-weight: 600; padding-left: 0.45rem; border-left: 0.3rem solid var(--tone); }
 .laga-claims a { overflow-wrap: anywhere; }
 .laga-claims pre { overflow-x: auto; font-size: 0.8125rem; padding: 0.5rem; }
