@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import altair as alt
 
+from ..experiments.checks.records import published
 from ..experiments.equivalence import BOUNDS, EXPERIMENT, table
-from ..results import Record, Store, data_dir
+from ..results import Record
 from .theme import INK, choice, dressed, form_colour
 
 FLOOR = 1e-17  # where a deviation of exactly zero is drawn, on an axis that has no zero
@@ -22,21 +23,12 @@ TENSORS = {
 }
 
 
-def published() -> list[Record]:
-    """The records that lie under ``data/published``, of whatever hardware; ``ValueError`` where there are none."""
-    stores = sorted(path for path in (data_dir() / "published").glob("*") if path.is_dir())
-    records = [record for store in stores for record in Store(store).load(EXPERIMENT)]
-    if not records:
-        raise ValueError("data/published holds no record of equivalence; run notebooks/02_equivalence.ipynb")
-    return records
-
-
 def deviations(records: Iterable[Record] | None = None) -> alt.LayerChart | alt.FacetChart:
     """Largest deviation from explicit in one process, by degree, form and dtype; by default of the published records.
 
     A menu picks the tensor, a switch absolute or relative deviation. The paper's bounds are lines.
     """
-    records = published() if records is None else list(records)
+    records = published(EXPERIMENT) if records is None else list(records)
     known = records[0].metrics["absolute"] if records else {}
     tensors = {name: label for name, label in TENSORS.items() if name in known}
     rows = [row for name in tensors for row in table(records, name)]
