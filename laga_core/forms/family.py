@@ -30,7 +30,7 @@ from ..parallel import (
 from ..rotary import Rotary
 from .laga import laga
 from .projections import Attend, Projections, own_heads
-from .rebuild import Rebuild, attend, attend_and_forget
+from .rebuild import Own, Rebuild, attend, attend_and_forget
 
 
 def family(
@@ -70,7 +70,14 @@ def family(
     up_q = own_heads(mla.query_up_projection(), ranks.within) if query == "latent" else None  # [heads/U, .., q_lora]
     plan = Rebuild(mla.config, attention, first, q.shape[1], head_chunk or len(up))
     if recompute:
-        return attend_and_forget(plan, q, latent, up, up_q, ranks.within)
+        rows = rank * hidden.shape[1]  # the first of this rank's own tokens
+
+        def own() -> tuple[Tensor | None, Tensor]:
+            return mla.query_latent(hidden) if query == "latent" else None, torch.cat(
+                mla.latent(hidden, rotary), dim=-1
+            )
+
+        return attend_and_forget(plan, q, latent, up, up_q, ranks.within, Own(own, rows, rows + hidden.shape[1]))
     return heads_to_sequence(attend(plan, q, latent, up, up_q), ranks.within)
 
 

@@ -80,7 +80,7 @@ def attend(plan: Rebuild, q: Tensor, latent: Tensor, up: Tensor, up_q: Tensor | 
 
 
 def attend_and_forget(
-    plan: Rebuild, q: Tensor, latent: Tensor, up: Tensor, up_q: Tensor | None, group: ProcessGroup | None
+    plan: Rebuild, q: Tensor, latent: Tensor, up: Tensor, up_q: Tensor | None, group: ProcessGroup | None, own: Own
 ) -> Tensor:
     """:func:`attend` and the return to the sequence layout: ``[batch, rows/U, heads, v]``. Keeps latents for backward.
 
@@ -88,7 +88,48 @@ def attend_and_forget(
     that comes in steps (:data:`STEPS`) needs of the output only the row sums of output × gradient. They are formed in
     the sequence layout and sent along with the gradient, so that the output is kept in one layout, not two.
     """
-    return _AttendAndForget.apply(q, latent, up, up_q, plan, group)
+    return _AttendAndForget.apply(q, latent, up, up_q, plan, group, own)
+
+
+@dataclass(frozen=True)
+class Own:
+    """The latents that this rank can make itself, and so need not keep: those of its tokens ``first`` to ``last``.
+
+    ``make()`` returns the query's ``[batch, seq/sp, q_lora]`` (or ``None``) and the key's
+    ``[batch, seq/sp, kv_lora + rope]``.
+    """
+
+    make: Callable[[], tuple[Tensor | None, Tensor]]
+    first: int
+    last: int
+
+    def places(self, plan: Rebuild) -> list[Run]:
+        """Where they lie among all latents: rows of ``make`` and the place behind the last of them."""
+        if plan.attention.causal:
+            return sorted(plan.attention.tokens.runs(self.first, self.last), key=lambda run: run.keys)
+        return [Run(slice(0, self.last - self.first), self.last)]
+
+    def rows(self, plan: Rebuild) -> list[Run]:
+        """Where they lie among the rows of this rank's queries."""
+        return [Run(slice(0, self.last - self.first), self.last - plan.first)]
+
+
+def _without(x: Tensor, places: list[Run]) -> Tensor:
+    """``[batch, s, dim]`` without the rows at ``places``, a copy."""
+    starts = [0, *(run.keys for run in places)]
+    ends = [*(run.keys - len(range(x.shape[1])[run.rows]) for run in places), x.shape[1]]
+    return torch.cat([x[:, a:b] for a, b in zip(starts, ends, strict=True)], dim=1)
+
+
+def _with(rest: Tensor, places: list[Run], own: Tensor) -> Tensor:
+    """The inverse of :func:`_without`."""
+    parts, start, taken = [], 0, 0
+    for run in places:
+        mine = own[:, run.rows]
+        gap = run.keys - mine.shape[1] - start
+        parts += [rest[:, taken : taken + gap], mine]
+        start, taken = run.keys, taken + gap
+    return torch.cat([*parts, rest[:, taken:]], dim=1)
 
 
 class Steps(NamedTuple):
@@ -127,64 +168,101 @@ def steps(kernel: str) -> Steps:
 class _AttendAndForget(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, latent: Tensor, up: Tensor, up_q: Tensor | None, plan: Rebuild, group: ProcessGroup | None
+        ctx: Any,
+        q: Tensor,
+        latent: Tensor,
+        up: Tensor,
+        up_q: Tensor | None,
+        plan: Rebuild,
+        group: ProcessGroup | None,
+        own: Own,
     ) -> Tensor:
         kernel, a = steps(plan.attention.kernel), plan.attention
         out = q.new_empty(*q.shape[:2], len(up), plan.config.v_head_dim)  # [batch, rows, heads/U, v]
-        lse: dict[tuple[int, int], Tensor | None] = {}
-        for n, heads in enumerate(plan.chunks(len(up))):
+        lse: list[Tensor | None] = []  # of each chunk of heads, of each of its runs
+        for heads in plan.chunks(len(up)):
             k, v = plan.key_and_value(latent, up[heads])
             some = q[:, :, heads] if up_q is None else plan.query(q, up_q[heads])
-            for m, r in enumerate(plan.runs(k.shape[1])):
-                part, lse[n, m] = kernel.forward(some[:, r.rows], k[:, : r.keys], v[:, : r.keys], a.scale, a.causal)
+            for r in plan.runs(k.shape[1]):
+                part, part_lse = kernel.forward(some[:, r.rows], k[:, : r.keys], v[:, : r.keys], a.scale, a.causal)
                 out[:, r.rows, heads] = part
+                lse.append(part_lse)
         out = scatter_sequence(out, group, "forward")  # [batch, rows/U, heads, v]
-        ctx.plan, ctx.group, ctx.places = plan, group, list(lse)
-        ctx.save_for_backward(q, latent, up, up_q, out if kernel.row_sums else None, *lse.values())
+        ctx.plan, ctx.group, ctx.own = plan, group, own
+        latent = _without(latent, own.places(plan))
+        if up_q is not None:
+            q = _without(q, own.rows(plan))
+        ctx.save_for_backward(q, latent, up, up_q, out if kernel.row_sums else None, *lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         plan: Rebuild = ctx.plan
-        kernel, a = steps(plan.attention.kernel), plan.attention
-        q, latent, up, up_q, out, *saved = ctx.saved_tensors
-        lse = dict(zip(ctx.places, saved, strict=True))
+        kernel = steps(plan.attention.kernel)
+        q, latent, up, up_q, out, *lse = ctx.saved_tensors
+        own_q, own_latent = ctx.own.make()
+        latent = _with(latent, ctx.own.places(plan), own_latent)
+        if own_q is not None:
+            q = _with(q, ctx.own.rows(plan), own_q)
         delta = None if kernel.row_sums is None else kernel.row_sums(out, dout)
         dout, delta = _to_heads(dout, delta, ctx.group)  # [batch, rows, heads/U, v], [batch, rows, heads/U]
 
-        d_q, d_latent, d_up = (torch.zeros_like(x) for x in (q, latent, up))
-        d_up_q = None if up_q is None else torch.zeros_like(up_q)
+        d_q, d_latent, d_up = torch.zeros_like(q), torch.zeros_like(latent), torch.empty_like(up)
+        d_up_q = None if up_q is None else torch.empty_like(up_q)
+        runs = len(plan.runs(latent.shape[1]))
         for n, heads in enumerate(plan.chunks(len(up))):
-            leaves = [x.detach().requires_grad_() for x in (latent, up[heads])]
-            with torch.enable_grad():
-                k, v = plan.key_and_value(*leaves)
+            (k, v), sources = _again(plan.key_and_value, latent, up[heads])
+            q_sources: list[Tensor] = []
             if up_q is None:
                 some = q[:, :, heads]
             else:
-                q_leaves = [x.detach().requires_grad_() for x in (q, up_q[heads])]
-                with torch.enable_grad():
-                    some = plan.query(*q_leaves)
-            dq, dk, dv = (torch.zeros_like(x) for x in (some, k, v))
-            for m, r in enumerate(plan.runs(k.shape[1])):
-                found = kernel.backward(
-                    dout[:, r.rows, heads],
-                    *(x.detach() for x in (some[:, r.rows], k[:, : r.keys], v[:, : r.keys])),
-                    None if delta is None else delta[:, r.rows, heads],
-                    lse[n, m],
-                    a.scale,
-                    a.causal,
-                )
-                for total, rows, part in zip((dq, dk, dv), (r.rows, slice(r.keys), slice(r.keys)), found, strict=True):
-                    total[:, rows] += part
-            part_latent, d_up[heads] = torch.autograd.grad((k, v), leaves, (dk, dv))
-            d_latent += part_latent
+                some, q_sources = _again(plan.query, q, up_q[heads])
+            chunk_delta = None if delta is None else delta[:, :, heads]
+            chunk_lse = lse[n * runs : (n + 1) * runs]
+            dq, dk, dv = _backward(plan, kernel, dout[:, :, heads], some, k, v, chunk_delta, chunk_lse)
             if d_up_q is None:
                 d_q[:, :, heads] = dq
             else:
-                part_q, d_up_q[heads] = torch.autograd.grad(some, q_leaves, dq)
-                d_q += part_q
-        return d_q, d_latent, d_up, d_up_q, None, None
+                d_some, d_up_q[heads] = torch.autograd.grad(some, q_sources, dq)
+                d_q += d_some
+            d_some, d_up[heads] = torch.autograd.grad((k, v), sources, (dk, dv))
+            d_latent += d_some
+        return d_q, d_latent, d_up, d_up_q, None, None, None
+
+
+def _again(build: Callable[..., Any], *sources: Tensor) -> tuple[Any, list[Tensor]]:
+    """What ``build`` makes of the sources, and these as leaves, for a backward of its own."""
+    leaves = [source.detach().requires_grad_() for source in sources]
+    with torch.enable_grad():
+        return build(*leaves), leaves
+
+
+def _backward(
+    plan: Rebuild,
+    kernel: Steps,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    delta: Tensor | None,
+    lse: list[Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of some heads, summed over the runs."""
+    q, k, v = q.detach(), k.detach(), v.detach()
+    scale, causal = plan.attention.scale, plan.attention.causal
+    runs = plan.runs(k.shape[1])
+    if len(runs) == 1 and runs[0].keys == k.shape[1]:
+        return kernel.backward(dout, q, k, v, delta, lse[0], scale, causal)
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for r, run_lse in zip(runs, lse, strict=True):
+        run_delta = None if delta is None else delta[:, r.rows]
+        dq[:, r.rows], dk_run, dv_run = kernel.backward(
+            dout[:, r.rows], q[:, r.rows], k[:, : r.keys], v[:, : r.keys], run_delta, run_lse, scale, causal
+        )
+        dk[:, : r.keys] += dk_run
+        dv[:, : r.keys] += dv_run
+    return dq, dk, dv
 
 
 def _to_heads(dout: Tensor, delta: Tensor | None, group: ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
