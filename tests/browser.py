@@ -138,7 +138,7 @@ class Chart:
     @property
     def controls(self) -> list[str]:
         """The labels of the inputs."""
-        return self.root.locator(".laga-controls .vega-bind-name").all_text_contents()
+        return [text.strip() for text in self.root.locator(".laga-controls .vega-bind-name").all_text_contents()]
 
     def control(self, label: str) -> Locator:
         rows = self.root.locator(".laga-controls .vega-bind")

@@ -191,7 +191,8 @@ class ChartDirective(SphinxDirective):
             raise self.error(f"no chart {self.arguments[0]!r}: {error}") from error
         function = getattr(module, function_name, None)
         if not callable(function):
-            found = [name for name, each in inspect.getmembers(module, inspect.isfunction) if name[0] != "_"]
+            functions = inspect.getmembers(module, inspect.isfunction)
+            found = [name for name, each in functions if name[0] != "_" and each.__module__ == module_name]
             raise self.error(f"no function {function_name!r} in {module_name}; there are: {', '.join(found)}")
         self.env.note_dependency(str(module.__file__))
         return function().to_dict()

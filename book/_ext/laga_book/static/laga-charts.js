@@ -69,6 +69,8 @@
 
   // --- data as a table and as CSV ---
 
+  const HELPERS = /^_|^id$|_(start|end|sort_index)$/; // columns that Vega-Lite adds for itself
+
   function datasetNames(marks, found = new Set()) {
     for (const mark of marks || []) {
       if (mark.from && mark.from.data) found.add(mark.from.data);
@@ -88,13 +90,16 @@
       } catch {
         continue; // lives inside a facet, whose whole data is in the list as well
       }
-      const fields = rows.length ? Object.keys(rows[0]).filter((field) => !/^_|_(start|end)$/.test(field)) : [];
+      const fields = rows.length ? Object.keys(rows[0]).filter((field) => !HELPERS.test(field)) : [];
       if (!fields.length) continue;
-      const table = { fields, rows: rows.map((row) => fields.map((field) => row[field])) };
+      const table = { fields, rows: rows.map((row) => fields.map((field) => exact(row[field]))) };
       tables.set(JSON.stringify(table), table);
     }
     return [...tables.values()];
   }
+
+  // Twelve digits: past them stands what floating point has left over.
+  const exact = (value) => (typeof value === "number" ? Number(value.toPrecision(12)) : value);
 
   const csvCell = (value) => (/[",\n]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? ""));
 
