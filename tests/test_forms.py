@@ -13,6 +13,8 @@ from ranks import on_ranks
 
 from laga_core import MLAConfig
 
+pytestmark = pytest.mark.timeout(240)  # many ranks on few cores
+
 TOY = MLAConfig.preset("toy")
 NAMES = [f"{form}-{next(iter(options.values()), 'only')}" for form, options in VARIANTS]
 
@@ -50,7 +52,7 @@ def results(sp: int) -> dict[str, list[dict[str, torch.Tensor]]]:
     """All cases in one launch: starting ranks costs more than running them."""
     if sp == 1:
         return {name: [run(None, [case])[0]] for name, case in CASES.items()}
-    by_rank = on_ranks(run, list(CASES.values()), sp=sp, timeout=90)
+    by_rank = on_ranks(run, list(CASES.values()), sp=sp, timeout=200)
     return {name: [values[number] for values in by_rank] for number, name in enumerate(CASES)}
 
 
@@ -109,7 +111,7 @@ def test_fp32_stays_within_the_papers_bounds(sp: int) -> None:
     """Every form against explicit on one process: 5.6e-6 on the output, 7.7e-4 on the gradient of kv_b_proj."""
     cases = [replace(PAPER_SIZE, form=form, options=options) for form, options in VARIANTS]
     single = run(None, [PAPER_SIZE])[0]
-    by_rank = on_ranks(run, cases, sp=sp, timeout=90)
+    by_rank = on_ranks(run, cases, sp=sp, timeout=200)
     for number, case in enumerate(cases):
         whole = assembled(case, [values[number] for values in by_rank])
         assert (whole["out"] - single["out"]).abs().max() <= 5.6e-6, case

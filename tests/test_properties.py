@@ -18,6 +18,8 @@ from ranks import on_ranks
 from laga_core import MLAConfig, communication
 from laga_core.parallel import gather_sequence, heads_to_sequence, record_bytes, sequence_to_heads
 
+pytestmark = pytest.mark.timeout(240)  # many ranks on few cores
+
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.1}  # relative to the largest element
 
 
@@ -77,7 +79,7 @@ def work(case: Case) -> int:
 @pytest.mark.parametrize(("sp", "count"), [(1, 60), (2, 60), (3, 30), (4, 40), (8, 15)])
 def test_drawn_cases_agree_with_the_oracle(sp: int, count: int) -> None:
     cases = sorted(draw_many(drawn_case(sp), count), key=work)
-    by_rank = [run(None, cases)] if sp == 1 else on_ranks(run, cases, sp=sp, timeout=90)
+    by_rank = [run(None, cases)] if sp == 1 else on_ranks(run, cases, sp=sp, timeout=200)
     for number, case in enumerate(cases):
         error, where = worst_error(assembled(case, [values[number] for values in by_rank]), expected(case), floor=0.1)
         assert error <= LIMITS[case.dtype], f"{where} is off by {error:.1e} at sp={sp}: {case!r}"
