@@ -82,7 +82,7 @@ def difference(kernel: str, shape: tuple[int, ...], dtype: torch.dtype, causal: 
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of a few rows and keys, so that short sequences cross many of them."""
-    monkeypatch.setattr(tiled, "_TILE", {})
+    monkeypatch.setattr(tiled, "_TILE_CPU", 128)
     monkeypatch.setattr(tiled, "_TILE_ACCELERATOR", 128)
     monkeypatch.setattr(tiled, "_ROWS", 8)
     monkeypatch.setattr(tiled, "_KEYS", 8)
@@ -196,7 +196,7 @@ def peak_extra_bytes(seq: int, kernel: str) -> int:
 
 
 def test_memory_grows_with_the_sequence_not_its_square(monkeypatch):
-    monkeypatch.setattr(tiled, "_TILE", {"cpu": 1 << 12})
+    monkeypatch.setattr(tiled, "_TILE_CPU", 1 << 12)
     monkeypatch.setattr(tiled, "_KEYS", 64)
     short, long = peak_extra_bytes(256, "tiled"), peak_extra_bytes(1024, "tiled")
     assert long < 4.2 * short

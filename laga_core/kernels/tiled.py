@@ -23,11 +23,10 @@ from torch.autograd.function import once_differentiable
 _LOG2E = math.log2(math.e)
 
 # A tile holds this many scores: on a CPU as much as stays in cache, on an accelerator as much as keeps it busy.
-_TILE = {"cpu": 1 << 20}
-_TILE_ACCELERATOR = 1 << 26
+_TILE_CPU, _TILE_ACCELERATOR = 1 << 20, 1 << 26
 _ROWS, _KEYS = 512, 1024
+_DIAGONAL = 256  # rows of a tile at the causal diagonal, where half of a tile is computed in vain
 _LINEAR = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_DIAGONAL = 128  # rows of a tile at the causal diagonal, where half of a tile is computed in vain
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
@@ -97,17 +96,17 @@ def _forward_part(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     tiles = _Scratch(plan, q, lse.dtype)
     for first, last in plan.row_blocks():
         shape = (len(q), (last - first) * plan.sharing)
-        peak = q.new_full((*shape, 1), -math.inf, dtype=lse.dtype)  # highest score so far, in powers of two
+        peak = q.new_full((*shape, 1), -math.inf)  # about the highest score so far, as a power of two
         total = q.new_zeros(*shape, 1, dtype=lse.dtype)  # sum of 2^(score - peak)
         mean = q.new_zeros(*shape, v.shape[-1], dtype=lse.dtype)  # sum of 2^(score - peak) * value
         for tile in plan.tiles(first, last):
             here, keys = plan.rows(tile, first), slice(tile.start, tile.stop)
             operands = _rows(q, plan.rows(tile)), _rows(k, keys)
             scores = tiles.scores(tile, *operands, scale)
-            new_peak = torch.maximum(peak[:, here], scores.amax(-1, keepdim=True))
+            new_peak = torch.maximum(peak[:, here], scores.amax(-1, keepdim=True).to(peak.dtype))
             scores = tiles.scores(tile, *operands, scale, minus=new_peak) if tiles.half else scores.sub_(new_peak)
             weights = scores.exp2_()
-            fade = peak[:, here].sub(new_peak).exp2_()
+            fade = peak[:, here].to(lse.dtype).sub(new_peak).exp2_()
             peak[:, here] = new_peak
             total[:, here].mul_(fade).add_(weights.sum(-1, keepdim=True))
             _add_product(mean[:, here].mul_(fade), tiles.narrow(weights), _rows(v, keys))
@@ -168,9 +167,9 @@ class _Plan:
         batch, s_q, heads, _ = q.shape
         _, s_k, groups, _ = k.shape
         sharing = heads // groups
-        tile = _TILE.get("cpu" if _on_cpu(q) else "accelerator", _TILE_ACCELERATOR)
+        tile = _TILE_CPU if _on_cpu(q) else _TILE_ACCELERATOR
         keys = min(_KEYS, s_k)
-        matrices = 1 if _on_cpu(q) else max(1, min(batch * groups, tile // (keys * min(_ROWS, s_q * sharing))))
+        matrices = 1 if _use_linear(q) else max(1, min(batch * groups, tile // (keys * min(_ROWS, s_q * sharing))))
         positions = max(1, min(s_q, tile // (keys * matrices * sharing)))
         return cls(batch, groups, sharing, s_q, s_k, causal, matrices, positions, keys)
 
@@ -233,7 +232,11 @@ class _Scratch:
             return wide.copy_(out) if self.half else out
         shift = minus.to(out.dtype)
         torch.baddbmm(shift, a, b.mT, beta=-1, alpha=scale, out=out)
-        return wide.copy_(out).sub_(minus - shift) if self.half else out
+        if self.half:
+            wide.copy_(out)
+            if minus.dtype != shift.dtype:
+                wide.sub_(minus - shift)
+        return wide
 
     def narrow(self, wide: Tensor) -> Tensor:
         """``wide`` in the dtype of the products; good until the next product."""
@@ -261,9 +264,11 @@ def _linear(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, rows: slice) -> Tensor:
-    """Rows of every matrix; a single matrix gets the strides of a whole tensor, or CPU products copy it first."""
+    """Rows of every matrix. CPU products want them as a whole tensor lies in memory, or copy them each time."""
     x = x[:, rows]
-    return x.squeeze(0).unsqueeze(0) if len(x) == 1 else x
+    if not _on_cpu(x):
+        return x
+    return x.squeeze(0).unsqueeze(0) if len(x) == 1 else x.contiguous()
 
 
 def _view(flat: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
