@@ -35,6 +35,7 @@ NOPE = _symbol("qk_nope_head_dim", r"d_\text{nope}")
 ROPE = _symbol("qk_rope_head_dim", r"d_\text{rope}")
 VALUE = _symbol("v_head_dim", "d_v")
 KV_LORA = _symbol("kv_lora_rank", "d_{kv}")
+HIDDEN = _symbol("hidden_size", "d")
 Q_LORA = _symbol("q_lora_rank", "d_q")
 CONTEXT = _symbol("context", "R")
 NODE = _symbol("ranks_per_node", "N")
@@ -64,7 +65,7 @@ def substitutions(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch dtype, got {dtype!r}")
     values: dict[sympy.Symbol, int] = {SEQ: seq, SP: sp, BATCH: batch, ITEMSIZE: dtype.itemsize, CONTEXT: context}
-    for symbol in (HEADS, NOPE, ROPE, VALUE, KV_LORA, Q_LORA):
+    for symbol in (HIDDEN, HEADS, NOPE, ROPE, VALUE, KV_LORA, Q_LORA):
         if (value := getattr(config, symbol.name)) is not None:
             values[symbol] = value
     return values

@@ -110,6 +110,8 @@ def _exchange(
     gathered = torch.cat((q, shards), dim=-1) if query == "latent" else shards
     gathered = gather_sequence(gathered, ranks.within)
     q_latent, shards = gathered.split([gathered.shape[-1] - shards.shape[-1], shards.shape[-1]], dim=-1)
+    if across > 1:
+        q_latent = q_latent.contiguous()  # so that the shards, copied next, do not stay alive through it
     latent = shards.unflatten(-1, (across, -1)).transpose(1, 2).flatten(1, 2)  # [batch, seq, kv_lora + rope]
     return (q_latent if query == "latent" else q), latent
 
