@@ -76,15 +76,26 @@ def prepared(spec: Spec, alt: str) -> Spec:
 
 
 def narrowed(spec: Spec) -> Spec:
-    """What charts.js makes of the spec on a phone: columns become rows, widths shrink."""
-    spec = dict(spec)
+    """What laga-charts.js makes of the spec on a phone: columns become rows, widths shrink."""
+    spec = one_column_legends(spec)
     if "hconcat" in spec:
         spec["vconcat"] = spec.pop("hconcat")
-    if "vconcat" in spec:
-        spec["vconcat"] = [narrowed(part) for part in spec["vconcat"]]
-    if isinstance(spec.get("width"), int | float):
-        spec["width"] = min(spec["width"], PHONE_WIDTH)
+    for part in spec.get("vconcat", [spec]):
+        if isinstance(part.get("width"), int | float):
+            part["width"] = min(part["width"], PHONE_WIDTH)
     return spec
+
+
+def one_column_legends(part: Any) -> Any:
+    """A copy in which a legend of several columns has one."""
+    if isinstance(part, list):
+        return [one_column_legends(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    part = {key: one_column_legends(value) for key, value in part.items()}
+    if isinstance(part.get("legend"), dict) and part["legend"].get("columns"):
+        part["legend"]["columns"] = 1
+    return part
 
 
 def still_picture(spec: Spec) -> tuple[str, float, float]:

@@ -53,10 +53,17 @@
 
   // --- narrow screens ---
 
+  function oneColumnLegends(part) {
+    if (part === null || typeof part !== "object") return;
+    if (part.legend && part.legend.columns) part.legend.columns = 1;
+    Object.values(part).forEach(oneColumnLegends);
+  }
+
   // Columns become rows, and everything with a width of its own gives up what does not fit.
   function fit(chart, spec, room) {
     let excess = Number(chart.dataset.width) - room;
     if (excess <= 0) return;
+    if (room < PHONE) oneColumnLegends(spec);
     if (spec.hconcat && room < PHONE) {
       spec.vconcat = spec.hconcat;
       delete spec.hconcat;
