@@ -90,11 +90,9 @@ def test_quadratic_fits() -> None:
         ("absorbed, eager", "absorbed, eager"),
     ):
         row = fits[column]
-        states("memory", f"| {label} | {row['score_matrices']:.2f} | {row['linear_mb_per_4096']:.0f} |")
+        states("memory", f"| {label} | {row['score_matrices']:.2f} | {row['linear_mb_per_4096']:.1f} |")
     a100 = fits["absorbed − explicit, A100"]
-    states(
-        "memory", f"on the A100 | {a100['score_matrices']:.3f} | {a100['linear_mb_per_4096']:.0f} |".replace("36", "35")
-    )
+    states("memory", f"on the A100 | {a100['score_matrices']:.3f} | {a100['linear_mb_per_4096']:.1f} |")
     fused = fits["absorbed, fused"]
     square = fused["score_matrices"] * memory.score_matrix_mb(4096, 8)
     states("fused", rf"{fused['fixed_mb']:.0f} + {fused['linear_mb_per_4096']:.0f}\, s + {square:.0f}\, s^2")
