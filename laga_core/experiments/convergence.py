@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from ..config import MLAConfig
 from ..launch import launch
 from ..model import LanguageModel, ModelConfig
 from ..parallel import all_reduce_gradients, degree
+from ..results import Record, Store, provenance
 from ..training import Trainer, shard
 
+EXPERIMENT = "convergence"
 FORMS = ("explicit", "absorbed", "laga")
+PAIRS = (("laga", "explicit"), ("absorbed", "explicit"), ("laga", "absorbed"))
 
 
 def model_config(hidden: int = 512, heads: int = 16, layers: int = 4, vocab: int = 2048, **more: Any) -> ModelConfig:
@@ -46,8 +50,9 @@ def model_config(hidden: int = 512, heads: int = 16, layers: int = 4, vocab: int
 
 
 def memorise(
-    form: str,
-    sp: int = 1,
+    store: Store,
+    degrees: Sequence[int] = (1, 2, 4),
+    forms: Sequence[str] = FORMS,
     hidden: int = 512,
     heads: int = 16,
     layers: int = 4,
@@ -56,22 +61,22 @@ def memorise(
     steps: int = 60,
     lr: float = 1e-3,
     seed: int = 0,
-    timeout: float = 3600.0,
-) -> dict[str, Any]:
-    """Train on one sequence of random tokens, each to be followed by the next, under ``form`` on ``sp`` ranks.
+    timeout: float = 7200.0,
+) -> list[Record]:
+    """Train on one sequence of random tokens, each to be followed by the next, under every form on every degree.
 
-    Returns ``loss`` (nats a token, before each step), ``weights`` (a hash of all of them at the end) and ``seconds``.
-    One thread a rank, so that nothing but the form and sp changes the arithmetic.
+    A measured record of each: ``loss`` (nats a token, before each step), ``weights`` (a hash of all of them at the end)
+    and ``seconds``. One thread a rank, so that nothing but form and degree changes the arithmetic.
     """
-    config = model_config(hidden, heads, layers, vocab)
-    return launch(
-        _memorise, config, form, seq, steps, lr, seed, nproc=sp, device="cpu", threads_per_rank=1, timeout=timeout
-    )[0]
+    size = {"hidden": hidden, "heads": heads, "layers": layers, "vocab": vocab, "seq": seq, "steps": steps}
+    cell = {"task": "random tokens", **size, "lr": lr, "seed": seed}
+    return _sweep(store, _memorise, cell, degrees, forms, timeout)
 
 
 def read_text(
-    form: str,
-    sp: int = 2,
+    store: Store,
+    degrees: Sequence[int] = (2,),
+    forms: Sequence[str] = ("explicit", "laga"),
     hidden: int = 256,
     heads: int = 8,
     layers: int = 4,
@@ -80,43 +85,59 @@ def read_text(
     steps: int = 300,
     lr: float = 1e-3,
     seed: int = 0,
-    timeout: float = 3600.0,
-) -> dict[str, Any]:
+    timeout: float = 7200.0,
+) -> list[Record]:
     """Train on the bytes of this repository's book and code; a tenth of them is held out.
 
-    Returns ``loss`` (nats a byte, before each step), ``held_out`` (the same of the bytes never trained on, at the
-    end), ``bytes`` and ``text`` (a hash of the corpus).
+    A measured record of each form: ``loss`` (nats a byte, before each step), ``held_out`` (the same of the bytes never
+    trained on, at the end), ``bytes`` and ``text`` (a hash of the corpus, which changes as the book does).
     """
-    config = model_config(hidden, heads, layers, vocab=256)
-    corpus = repository_text()
-    return launch(
-        _read_text,
-        config,
-        form,
-        corpus,
-        batch,
-        seq,
-        steps,
-        lr,
-        seed,
-        nproc=sp,
-        device="cpu",
-        threads_per_rank=1,
-        timeout=timeout,
-    )[0]
+    size = {"hidden": hidden, "heads": heads, "layers": layers, "batch": batch, "seq": seq, "steps": steps}
+    cell = {"task": "text", **size, "lr": lr, "seed": seed}
+    return _sweep(store, partial(_read_text, repository_text()), cell, degrees, forms, timeout)
 
 
 def compare_layer(
-    sp: int = 1, hidden: int = 512, heads: int = 16, seq: int = 512, dtype: str = "float32", seed: int = 0
+    degrees: Sequence[int] = (1, 2), hidden: int = 512, heads: int = 16, seq: int = 512, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """One attention layer forward and backward under each form: how far apart output and gradients are (§4.5).
+    """One fp32 attention layer forward and backward under each form: how far apart output and gradients are (§4.5).
 
-    Rows with ``tensor``, ``pair`` ("laga - explicit", …) and ``difference``, the largest absolute one; 0 means equal
-    bit for bit.
+    Rows with ``sp``, ``tensor``, and for each pair of forms the largest absolute difference; 0 means equal bit for bit.
     """
     attention = model_config(hidden, heads).attention
-    rows = launch(_compare_layer, attention, seq, dtype, seed, nproc=sp, device="cpu", threads_per_rank=1)[0]
-    return [{"sp": sp, **row} for row in rows]
+    return [
+        {"sp": sp, **row}
+        for sp in degrees
+        for row in launch(_compare_layer, attention, seq, seed, nproc=sp, device="cpu", threads_per_rank=1)[0]
+    ]
+
+
+def differences(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """A row of each pair of forms, degree and step: the absolute ``difference`` of their losses."""
+    by_degree: dict[int, dict[str, Record]] = {}
+    for record in records:
+        by_degree.setdefault(record.parameters["sp"], {})[record.parameters["form"]] = record
+    return [
+        {"sp": sp, "pair": f"{a} − {b}", "step": step, "difference": abs(x - y)}
+        for sp, forms in sorted(by_degree.items())
+        for a, b in PAIRS
+        if a in forms and b in forms
+        for step, (x, y) in enumerate(zip(forms[a].metrics["loss"], forms[b].metrics["loss"], strict=True))
+    ]
+
+
+def ends(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """A row of each degree and form: where its loss starts and ends, and the hash of its weights."""
+    return [
+        {
+            "sp": record.parameters["sp"],
+            "form": record.parameters["form"],
+            "start": record.metrics["loss"][0],
+            "end": record.metrics["loss"][-1],
+            **{name: record.metrics[name] for name in ("weights", "held_out") if name in record.metrics},
+        }
+        for record in sorted(records, key=lambda r: (r.parameters["sp"], r.parameters["form"]))
+    ]
 
 
 def random_tokens(vocab: int, seq: int, seed: int) -> Tensor:
@@ -163,24 +184,49 @@ class Text:
         return list(pieces.split(self.batch))
 
 
-def _train(trainer: Trainer, batches: Callable[[int], Tensor], steps: int) -> list[float]:
-    return [trainer.step(batches(step)) for step in range(steps)]
+def _sweep(
+    store: Store,
+    task: Callable[..., dict[str, Any]],
+    cell: dict[str, Any],
+    degrees: Sequence[int],
+    forms: Sequence[str],
+    timeout: float,
+) -> list[Record]:
+    """One launch a degree, one record a form."""
+    records = []
+    for sp in degrees:
+        found = launch(_run_forms, task, cell, forms, nproc=sp, device="cpu", threads_per_rank=1, timeout=timeout)[0]
+        where = provenance(device="cpu", backend="gloo", ranks=sp)
+        for form in forms:
+            parameters = {"form": form, "sp": sp, **cell}
+            record = Record(
+                experiment=EXPERIMENT, kind="measured", parameters=parameters, metrics=found[form], provenance=where
+            )
+            store.write(record)
+            records.append(record)
+    return records
 
 
-def _memorise(config: ModelConfig, form: str, seq: int, steps: int, lr: float, seed: int) -> dict[str, Any]:
+def _run_forms(task: Callable[..., dict[str, Any]], cell: dict[str, Any], forms: Sequence[str]) -> dict[str, Any]:
+    return {form: task(form=form, **{k: v for k, v in cell.items() if k != "task"}) for form in forms}
+
+
+def _memorise(form: str, vocab: int, seq: int, steps: int, lr: float, seed: int, **size: int) -> dict[str, Any]:
+    config = model_config(vocab=vocab, **size)
     trainer = Trainer(LanguageModel(config, form, group=dist.group.WORLD, seed=seed), lr=lr)
-    tokens = random_tokens(config.vocab_size, seq, seed)
+    tokens = random_tokens(vocab, seq, seed)
     started = time.perf_counter()
-    loss = _train(trainer, lambda _: tokens, steps)
+    loss = [trainer.step(tokens) for _ in range(steps)]
     return {"loss": loss, "weights": weights_hash(trainer.model), "seconds": time.perf_counter() - started}
 
 
 def _read_text(
-    config: ModelConfig, form: str, corpus: bytes, batch: int, seq: int, steps: int, lr: float, seed: int
+    corpus: bytes, form: str, batch: int, seq: int, steps: int, lr: float, seed: int, **size: int
 ) -> dict[str, Any]:
+    config = model_config(vocab=256, **size)
     trainer = Trainer(LanguageModel(config, form, group=dist.group.WORLD, seed=seed), lr=lr)
     text = Text(corpus, batch, seq, seed)
-    loss = _train(trainer, text, steps)
+    loss = [trainer.step(text(step)) for step in range(steps)]
     pieces = text.held_out_batches()
     with torch.no_grad():
         total = sum(trainer.loss(piece).item() * len(piece) for piece in pieces)
@@ -200,28 +246,28 @@ def weights_hash(model: torch.nn.Module) -> str:
     return total.hexdigest()[:12]
 
 
-def _compare_layer(attention: MLAConfig, seq: int, dtype: str, seed: int) -> list[dict[str, Any]]:
-    results = {form: _run_layer(attention, form, seq, getattr(torch, dtype), seed) for form in FORMS}
-    pairs = (("laga", "explicit"), ("laga", "absorbed"), ("absorbed", "explicit"))
+def _compare_layer(attention: MLAConfig, seq: int, seed: int) -> list[dict[str, Any]]:
+    results = {form: _run_layer(attention, form, seq, seed) for form in FORMS}
     return [
-        {"tensor": name, "pair": f"{a} - {b}", "difference": (results[a][name] - results[b][name]).abs().max().item()}
-        for a, b in pairs
-        for name in results[a]
+        {
+            "tensor": name,
+            **{f"{a} − {b}": (results[a][name] - results[b][name]).abs().max().item() for a, b in PAIRS},
+        }
+        for name in results["laga"]
     ]
 
 
-def _run_layer(attention: MLAConfig, form: str, seq: int, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+def _run_layer(attention: MLAConfig, form: str, seq: int, seed: int) -> dict[str, Tensor]:
     group = dist.group.WORLD
     assert group is not None
     source = torch.Generator().manual_seed(seed)
-    layer = MLAAttention(attention, form, group=group, dtype=dtype)
+    layer = MLAAttention(attention, form, group=group)
     with torch.no_grad():
         for weight in layer.parameters():
             if weight.dim() > 1:
-                weight.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64) / weight.shape[1] ** 0.5)
+                weight.copy_(torch.randn(weight.shape, generator=source) / weight.shape[1] ** 0.5)
     hidden, cotangent = (
-        shard(torch.randn(1, seq, attention.hidden_size, generator=source, dtype=torch.float64), group).to(dtype)
-        for _ in range(2)
+        shard(torch.randn(1, seq, attention.hidden_size, generator=source), group).clone() for _ in range(2)
     )
     hidden.requires_grad_()
     out = layer(hidden)

@@ -233,8 +233,8 @@ def beside_the_paper(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def rounding(size: int = 256, pieces: int = 4, seed: int = 0) -> list[dict[str, Any]]:
     """How wrong a product of two random fp32 matrices is under each order of summation.
 
-    Rows with ``error``, the root mean square against fp64 in units of that of the elements, and ``differ``, the share of
-    elements that are not bit for bit those of the natural order.
+    Rows with ``error``, the root mean square against fp64 in units of that of the elements, and ``differ``, the share
+    of elements that are not bit for bit those of the natural order.
     """
     source = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(size, size, generator=source) for _ in range(2))
