@@ -1,0 +1,318 @@
+"""The family measured: step times over shaped links, bytes on the link between nodes, and what each member keeps.
+
+Ranks are processes in network namespaces of this machine (:mod:`laga_core.experiments.netns`), so these numbers are
+*emulated*; what a layer keeps is *simulated*; closed forms are *derived*.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..attention import MLAAttention
+from ..config import MLAConfig
+from ..costs import Machine, communication, cost
+from ..forms import STRONG_EXPLICIT
+from ..kernels import attention
+from ..memory import simulate_memory
+from ..results import Record, Store, provenance
+from ..rotary import softmax_scale
+from . import netns
+
+EXPERIMENT = "family"
+Member = tuple[str, dict[str, Any]]
+
+MEMBERS: dict[str, Member] = {
+    "explicit": ("explicit", {}),
+    "strong explicit": ("explicit", STRONG_EXPLICIT),
+    "Laga": ("laga", {}),
+    "Laga, overlap": ("laga", {"overlap": True}),
+    "query latent": ("laga", {"query": "latent"}),
+    "latent only": ("laga", {"context": 2, "layout": "zigzag"}),
+    "latent only, overlap": ("laga", {"context": 2, "layout": "zigzag", "overlap": True}),
+}
+"""The members compared at sp 2, by the name that charts give them; "latent only" is U = 1, R = 2."""
+
+
+def emulated_config(heads: int, hidden: int = 1024, q_lora: int = 512) -> MLAConfig:
+    """A layer with DeepSeek-V3's head sizes, small enough for two CPU cores."""
+    v3 = MLAConfig.preset("deepseek-v3")
+    return replace(v3, hidden_size=hidden, num_attention_heads=heads, q_lora_rank=q_lora, rope_scaling=None)
+
+
+# --- step times over shaped links ---
+
+
+def step_times(
+    links: Sequence[float | None] = (None, 1000, 200),
+    seqs: Sequence[int] = (1024,),
+    heads: Sequence[int] = (32,),
+    members: Mapping[str, Member] | None = None,
+    repeats: int = 5,
+    store: Store | None = None,
+    timeout: float = 900.0,
+) -> list[dict[str, Any]]:
+    """Median seconds of forward and backward at sp 2, each rank on a node of its own, for each link in Mbit/s.
+
+    One run: the members take turns, ``repeats`` times at each setting. Rows with ``link``, ``seq``, ``heads``,
+    ``member``, ``seconds`` (the slower rank's), and ``sent_bytes``, counted on the interface.
+    """
+    members = dict(members or MEMBERS)
+    per_rank = netns.run(_step_times, list(links), list(seqs), list(heads), members, repeats, timeout=timeout)
+    rows = []
+    for both in zip(*per_rank, strict=True):
+        row = {**both[0], "sent_bytes": max(each["sent_bytes"] for each in both)}
+        row["seconds"] = statistics.median(map(max, zip(*(each["seconds"] for each in both), strict=True)))
+        rows.append(row)
+    if store is not None:
+        for row in rows:
+            parameters = {k: v for k, v in row.items() if k not in ("seconds", "sent_bytes")}
+            parameters |= {"measure": "step time", "sp": 2, "options": members[row["member"]][1], "dtype": "bfloat16"}
+            metrics = {"seconds": row["seconds"], "sent_bytes": row["sent_bytes"]}
+            _write(store, "emulated", parameters, metrics, ranks=2)
+    return rows
+
+
+def _write(store: Store, kind: str, parameters: dict[str, Any], metrics: dict[str, Any], ranks: int) -> None:
+    where = provenance(device="cpu", ranks=ranks, backend="gloo")
+    store.write(Record(experiment=EXPERIMENT, kind=kind, parameters=parameters, metrics=metrics, provenance=where))
+
+
+def _step_times(
+    links: list[float | None], seqs: list[int], heads: list[int], members: dict[str, Member], repeats: int
+) -> list[dict[str, Any]]:
+    """On a rank: each setting's members in turn."""
+    rows = []
+    for count in heads:
+        config = emulated_config(count)
+        for seq in seqs:
+            steps = {name: _step(config, seq, form, options) for name, (form, options) in members.items()}
+            for link in links:
+                dist.barrier()
+                netns.shape(link)
+                times = {name: _timed(step) for name, step in steps.items()}  # what is made once is made here
+                sent = {name: time_[1] for name, time_ in times.items()}
+                seconds: dict[str, list[float]] = {name: [] for name in steps}
+                names = list(steps)
+                for turn in range(repeats):
+                    for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                        seconds[name].append(_timed(steps[name])[0])
+                rows += [
+                    {
+                        "link": link,
+                        "seq": seq,
+                        "heads": count,
+                        "member": name,
+                        "seconds": seconds[name],
+                        "sent_bytes": sent[name],
+                    }
+                    for name in names
+                ]
+    netns.shape(None)
+    return rows
+
+
+def _step(
+    config: MLAConfig, seq: int, form: str, options: Mapping[str, Any], kernel: str = "tiled"
+) -> Callable[[], None]:
+    """Forward and backward of one layer on this rank."""
+    torch.manual_seed(0)
+    sp = dist.get_world_size()
+    layer = MLAAttention(config, form, kernel, group=dist.group.WORLD, dtype=torch.bfloat16, **options)
+    hidden = torch.randn(1, seq // sp, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> None:
+        layer(hidden).sum().backward()
+
+    return step
+
+
+def _timed(step: Callable[[], None]) -> tuple[float, int]:
+    """Seconds of one step from a common start, and bytes that this node sent in it."""
+    dist.barrier()
+    before, start = netns.sent_bytes(), time.perf_counter()
+    step()
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    return seconds, netns.sent_bytes() - before
+
+
+def speedups(rows: Iterable[Mapping[str, Any]], against: str = "explicit") -> list[dict[str, Any]]:
+    """Each row with ``ratio``: how many times as long the member ``against`` takes at its setting."""
+    rows = list(rows)
+    base = {(r["link"], r["seq"], r["heads"]): r["seconds"] for r in rows if r["member"] == against}
+    return [{**r, "against": against, "ratio": base[r["link"], r["seq"], r["heads"]] / r["seconds"]} for r in rows]
+
+
+def recompute_cost(
+    seq: int = 4096, heads: int = 32, repeats: int = 5, store: Store | None = None
+) -> list[dict[str, Any]]:
+    """Step times with and without recomputation on an unshaped link, as :func:`step_times`; ``ratio`` is its price."""
+    members: dict[str, Member] = {}
+    for query in ("heads", "latent"):
+        members[f"{query}, keep"] = ("laga", {"query": query})
+        members[f"{query}, recompute"] = ("laga", {"query": query, "recompute": True})
+        members[f"{query}, recompute by 2 heads"] = ("laga", {"query": query, "recompute": True, "head_chunk": 2})
+    rows = step_times((None,), (seq,), (heads,), members, repeats, store)
+    kept = {r["member"].split(",")[0]: r["seconds"] for r in rows if r["member"].endswith("keep")}
+    return [{**r, "ratio": r["seconds"] / kept[r["member"].split(",")[0]]} for r in rows]
+
+
+# --- the link between nodes ---
+
+
+def node_bytes(seq: int = 512, store: Store | None = None) -> list[dict[str, Any]]:
+    """Bytes on the link between two nodes of two ranks, forward and backward of one layer, V3's head proportions.
+
+    ``link_bytes``: counted on the interfaces, per rank. ``derived_bytes``: by the closed form. ``part``: of explicit's.
+    """
+    members: dict[str, Member] = {
+        "explicit": ("explicit", {}),
+        "strong explicit": ("explicit", STRONG_EXPLICIT),
+        "Laga": ("laga", {}),
+        "query latent": ("laga", {"query": "latent"}),
+        "latent across": ("laga", {"context": 2, "layout": "zigzag"}),
+        "latent across, query latent": ("laga", {"context": 2, "layout": "zigzag", "query": "latent"}),
+    }
+    config = emulated_config(heads=128, hidden=256)
+    per_rank = netns.run(_node_bytes, config, seq, members, nodes=2, ranks_per_node=2)
+    rows = []
+    for name, (form, options) in members.items():
+        counted = statistics.mean(per_rank[rank][name] for rank in (0, 2)) / 2  # a node's counter has both its ranks
+        sides = [
+            communication(config, form, seq, 4, direction=d, ranks_per_node=2, **options).inter_node_bytes
+            for d in ("forward", "backward")
+        ]
+        rows.append({"member": name, "link_bytes": counted, "derived_bytes": sum(side or 0 for side in sides)})
+    rows = [{**row, "part": row["link_bytes"] / rows[0]["link_bytes"]} for row in rows]
+    if store is not None:
+        for row in rows:
+            parameters = {"measure": "node bytes", "member": row["member"], "nodes": 2, "ranks_per_node": 2, "seq": seq}
+            metrics = {key: row[key] for key in ("link_bytes", "derived_bytes", "part")}
+            _write(store, "emulated", parameters, metrics, ranks=4)
+    return rows
+
+
+def _node_bytes(config: MLAConfig, seq: int, members: Mapping[str, Member]) -> dict[str, int]:
+    found = {}
+    for name, (form, options) in members.items():
+        step = _step(config, seq, form, options)
+        step()  # process groups are made, connections opened
+        found[name] = _timed(step)[1]
+    return found
+
+
+# --- what is kept ---
+
+
+def saved(preset: str = "deepseek-v3", seq: int = 16384, sp: int = 8, layers: int = 4) -> list[dict[str, Any]]:
+    """Simulated bytes kept a layer, and the peak above weights and gradients of ``layers`` layers, against explicit."""
+    config = MLAConfig.preset(preset)
+    latent = {"recompute": True, "query": "latent"}
+    members: dict[str, Member] = {
+        "explicit": ("explicit", {}),
+        "strong explicit": ("explicit", STRONG_EXPLICIT),
+        "Laga": ("laga", {}),
+        "recompute": ("laga", {"recompute": True}),
+        "recompute, query latent": ("laga", latent),
+        "recompute, query latent, 2 heads at a time": ("laga", {**latent, "head_chunk": 2}),
+    }
+    rows: list[dict[str, Any]] = []
+    for name, (form, options) in members.items():
+        one = simulate_memory(config, form=form, kernel="tiled", seq=seq, sp=sp, **options)
+        stack = simulate_memory(config, form=form, kernel="tiled", seq=seq, sp=sp, layers=layers, **options)
+        above = stack.peak_bytes - stack.breakdown["weights"] - stack.breakdown["gradients"]
+        rows.append({"member": name, "saved_bytes": one.saved_bytes, "peak_above_bytes": above})
+    return [
+        {
+            **row,
+            "saved_part": row["saved_bytes"] / rows[0]["saved_bytes"],
+            "peak_part": row["peak_above_bytes"] / rows[0]["peak_above_bytes"],
+        }
+        for row in rows
+    ]
+
+
+# --- the cost model against what was measured ---
+
+
+def calibrate(links: Sequence[float | None], timeout: float = 300.0) -> dict[float | None, Machine]:
+    """This machine as the cost model sees it, for each link: rates at one size, the link by one all-to-all."""
+    found = netns.run(_calibrate, list(links), timeout=timeout)[0]
+    return {
+        link: Machine(found["rate"], bandwidth, bandwidth, 1, found["attention_rate"], latency)
+        for link, (bandwidth, latency) in found["links"].items()
+    }
+
+
+def _calibrate(links: list[float | None]) -> dict[str, Any]:
+    seq, heads, dim = 1024, 16, 1024
+    weight = torch.randn(4 * dim, dim, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(seq // 2, dim, dtype=torch.bfloat16, requires_grad=True)
+    q, k = (torch.randn(1, seq, heads, 192, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    v = torch.randn(1, seq, heads, 128, dtype=torch.bfloat16, requires_grad=True)
+    scale = softmax_scale(emulated_config(heads))
+
+    def projection() -> None:
+        torch.nn.functional.linear(x, weight).sum().backward()
+
+    def attend() -> None:
+        attention(q, k, v, scale=scale, causal=True, kernel="tiled").sum().backward()
+
+    rate = 6 * x.numel() * weight.shape[0] / _median(projection)
+    attention_rate = 3.5 * 2 * seq**2 / 2 * heads * 320 / _median(attend)
+    speeds: dict[float | None, tuple[float, float]] = {}
+    for link in links:
+        dist.barrier()
+        netns.shape(link)
+        small, large = (_exchange_seconds(size) for size in (2048, 8_000_000))
+        speeds[link] = (4_000_000 / max(large - small, 1e-6), small)
+    netns.shape(None)
+    return {"rate": rate, "attention_rate": attention_rate, "links": speeds}
+
+
+def _exchange_seconds(size: int) -> float:
+    out = torch.empty(size, dtype=torch.uint8)
+    return _median(lambda: dist.all_to_all_single(out, torch.zeros(size, dtype=torch.uint8)))
+
+
+def _median(run: Callable[[], object], repeats: int = 5) -> float:
+    seconds = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def picks(
+    rows: Iterable[Mapping[str, Any]], machines: Mapping[float | None, Machine], close: float = 0.95
+) -> list[dict[str, Any]]:
+    """The cost model's pick at each measured setting against the best measured.
+
+    ``part``: the pick's speed in units of the best's. ``right``: the pick is the best, or as quick within ``close``.
+    """
+    settings: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        settings.setdefault((row["link"], row["seq"], row["heads"]), {})[row["member"]] = row["seconds"]
+    found = []
+    for (link, seq, heads), seconds in settings.items():
+        costs = {
+            name: cost(emulated_config(heads), form, seq, 2, machines[link], **options).seconds
+            for name, (form, options) in MEMBERS.items()
+            if name in seconds
+        }
+        pick, best = min(costs, key=costs.__getitem__), min(seconds, key=seconds.__getitem__)
+        part = seconds[best] / seconds[pick]
+        found.append(
+            {"link": link, "seq": seq, "heads": heads, "pick": pick, "best": best, "part": part, "right": part >= close,
+             "predicted": costs, "measured": seconds}
+        )  # fmt: skip
+    return found
