@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,12 +13,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .config import MLAConfig
-from .forms import check_form, resolve_form
+from .costs import FormChoice, Machine, choose
+from .forms import FORMS, check_form
 from .forms.projections import Attend
 from .kernels import check_kernel
 from .parallel import agree, degree, gather_sequence
 from .rotary import Rotary, rotary_tables, rotate, softmax_scale
 from .sharding import TokenOrder, check_layout
+
+_log = logging.getLogger(__name__)
 
 
 class MLAAttention(nn.Module):
@@ -26,6 +31,10 @@ class MLAAttention(nn.Module):
     same function. ``kernel`` names an attention kernel of :mod:`laga_core.kernels`. ``group=None`` means one process
     holds the whole sequence. Parameters carry the names of Hugging Face's DeepSeek-V3 attention, so its ``state_dict``
     loads as it is; every rank must hold the same values.
+
+    ``form="auto"`` takes, for each shape it meets, the form that the cost model finds quickest on ``machine``
+    (:class:`laga_core.costs.Machine`; by default a typical one of this kind of device) with room for what ``layers``
+    layers keep. ``choice`` then says which and why.
 
     Raises ``ValueError`` or ``TypeError`` for an unknown form, kernel or option, and where the heads cannot be split
     evenly over the group.
@@ -50,8 +59,13 @@ class MLAAttention(nn.Module):
             )
         check_kernel(kernel)
         self.config, self.form, self.kernel, self.group = config, form, kernel, group
-        self._form, _ = resolve_form(form, form_options)
-        self.form_options = check_form(config, degree(group), form, form_options)
+        self.choice: FormChoice | None = None
+        if form == "auto":
+            self._machine, self._layers = _auto_options(form_options)
+            self._chosen: dict[tuple[int, int], FormChoice] = {}
+            self.form_options: dict[str, Any] = {}
+        else:
+            self.form_options = check_form(config, degree(group), form, form_options)
 
         c, heads = config, config.num_attention_heads
         linear = partial(nn.Linear, bias=False, dtype=dtype, device=device)
@@ -78,12 +92,13 @@ class MLAAttention(nn.Module):
         ranks' shards differ.
         """
         self._check(hidden, positions)
-        tokens = self._tokens(hidden.shape[1], positions)
+        form, options = self._choose(hidden) if self.form == "auto" else (self.form, self.form_options)
+        tokens = self._tokens(hidden.shape[1], positions, options)
         first = 0 if self.group is None else dist.get_rank(self.group) * hidden.shape[1]
         mine = tokens.positions[first : first + hidden.shape[1]] if positions is None else positions
         rotary = rotary_tables(self.config, mine, hidden.dtype, hidden.device)
         attend = Attend(self.kernel, softmax_scale(self.config), self.config.causal, tokens)
-        out = self._form(self, hidden, rotary, attend, self.group, **self.form_options)
+        out = FORMS[form].function(self, hidden, rotary, attend, self.group, **options)
         return self.o_proj(out.flatten(2))  # [batch, seq/sp, heads * v] -> [batch, seq/sp, hidden]
 
     def query(self, hidden: Tensor, rotary: Rotary) -> Tensor:
@@ -118,11 +133,22 @@ class MLAAttention(nn.Module):
         options = "".join(f", {key}={value!r}" for key, value in self.form_options.items())
         return f"form={self.form!r}{options}, kernel={self.kernel!r}, sp={degree(self.group)}"
 
-    def _tokens(self, seq_local: int, positions: Tensor | None) -> TokenOrder:
+    def _choose(self, hidden: Tensor) -> tuple[str, dict[str, Any]]:
+        """The form for this shape by the cost model, the same on every rank; ``choice`` says why."""
+        batch, seq, sp = hidden.shape[0], hidden.shape[1] * degree(self.group), degree(self.group)
+        machine = self._machine or Machine.typical(hidden.device.type)
+        if (batch, seq) not in self._chosen:
+            choice = choose(self.config, seq, sp, machine, self._layers, batch=batch, dtype=hidden.dtype)
+            _log.info("form for %d tokens on %d ranks: %s", seq, sp, choice.reason)
+            self._chosen[batch, seq] = choice
+        self.choice = self._chosen[batch, seq]
+        return self.choice.form, check_form(self.config, sp, self.choice.form, self.choice.options)
+
+    def _tokens(self, seq_local: int, positions: Tensor | None, options: Mapping[str, Any]) -> TokenOrder:
         """How the tokens lie over the ranks: as ``positions`` say, by default as the form's layout does."""
-        layout, context = self.form_options.get("layout", "contiguous"), self.form_options.get("context", 1)
+        layout, context = options.get("layout", "contiguous"), options.get("context", 1)
         tokens = TokenOrder.of_layout(seq_local * degree(self.group), layout, context)
-        if positions is None or not (self.config.causal or self.form_options.get("query") == "latent"):
+        if positions is None or not (self.config.causal or options.get("query") == "latent"):
             return tokens
         everywhere = gather_sequence(positions.to(torch.int64)[None, :, None], self.group).flatten()  # [seq]
         if not self.config.causal:
@@ -153,6 +179,18 @@ class MLAAttention(nn.Module):
         self._checked = signature
 
     _checked: dict[str, int | str] | None = None
+
+
+def _auto_options(options: Mapping[str, Any]) -> tuple[Machine | None, int]:
+    """``machine`` and ``layers`` of ``form="auto"``; ``ValueError`` or ``TypeError`` for anything else."""
+    if unknown := sorted(options.keys() - {"machine", "layers"}):
+        raise ValueError(f"form 'auto' has no option {unknown[0]!r}; its options: machine, layers")
+    machine, layers = options.get("machine"), options.get("layers", 1)
+    if machine is not None and not isinstance(machine, Machine):
+        raise TypeError(f"form 'auto': machine must be a laga_core.costs.Machine or None, got {machine!r}")
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ValueError(f"form 'auto': layers must be a whole number of at least 1, got {layers!r}")
+    return machine, layers
 
 
 def _input_problem(module: MLAAttention, hidden: Tensor, positions: Tensor | None) -> str | None:

@@ -65,6 +65,24 @@ class Machine:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"Machine: {name} must be a positive number, got {value!r}")
 
+    @classmethod
+    def typical(cls, device: str) -> Machine:
+        """A guess for a kind of device (``"cpu"``, ``"cuda"``, ``"npu"``), where nothing has been measured.
+
+        An Ascend 910B and an A100 at about half their bf16 peak; links within and between nodes as the throughput in
+        the Laga paper's tables 4 and 5 implies them for the former. For a CPU two processes on one machine.
+        """
+        if device not in _TYPICAL:
+            raise ValueError(f"no typical machine for {device!r}; known: {', '.join(_TYPICAL)}; describe yours")
+        return cls(**_TYPICAL[device])
+
+
+_TYPICAL: dict[str, dict[str, Any]] = {
+    "cpu": {"rate": 50e9, "attention_rate": 25e9, "node_link": 1e9, "slow_link": 1e8, "latency": 1e-3},
+    "cuda": {"rate": 150e12, "attention_rate": 120e12, "node_link": 200e9, "slow_link": 20e9},
+    "npu": {"rate": 150e12, "attention_rate": 100e12, "node_link": 60e9, "slow_link": 11e9},
+}
+
 
 @dataclass(frozen=True)
 class Cost:
