@@ -28,7 +28,7 @@ lint: $(TEST_READY)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 
 bench: $(RUN_READY)
-	@for script in benchmarks/*.py; do echo "$$script"; $(PY) "$$script"; done
+	@$(PY) -m benchmarks
 
 clean:
 	rm -rf _build book/experiments .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,106 @@
+"""What every benchmark shares: interleaved repeats, medians, peak memory, and a line of a table.
+
+Absolute times on a shared machine mean little; a ratio of two things measured in turn, in one run, means something.
+"""
+
+from __future__ import annotations
+
+import operator
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours against theirs; ``ratio`` is wanted ``at_least`` or ``at_most`` so much (``None``: just to know)."""
+
+    name: str
+    ours: str
+    theirs: str
+    ratio: float
+    at_least: float | None = None
+    at_most: float | None = None
+    profile: Callable[[], str] | None = None  # explains a ratio that falls short
+
+    @property
+    def wanted(self) -> str:
+        if self.at_least is not None:
+            return f">= {self.at_least:g}"
+        return "" if self.at_most is None else f"<= {self.at_most:g}"
+
+    @property
+    def met(self) -> bool:
+        low, high = self.at_least, self.at_most
+        return (low is None or self.ratio >= low) and (high is None or self.ratio <= high)
+
+    def __str__(self) -> str:
+        verdict = "" if not self.wanted else "met" if self.met else "FALLS SHORT"
+        return f"{self.name:<46}{self.ours:>12}{self.theirs:>12}{self.ratio:>9.2f}  {self.wanted:<8}{verdict}"
+
+
+HEADER = f"{'':<46}{'ours':>12}{'theirs':>12}{'ratio':>9}  wanted"
+
+
+def interleaved(candidates: dict[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
+    """Median seconds of each candidate: an untimed call each, then ``repeats`` rounds, the order turned every round."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for run in candidates.values():
+        run()
+    names = list(candidates)
+    for turn in range(repeats):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.perf_counter()
+            candidates[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def faster(
+    name: str,
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    *,
+    at_least: float | None = None,
+    repeats: int = 5,
+) -> Comparison:
+    """How many times faster ``ours`` is."""
+    seconds = interleaved({"ours": ours, "theirs": theirs}, repeats)
+    ratio = seconds["theirs"] / seconds["ours"]
+    mine, other = (f"{1e3 * seconds[who]:.0f} ms" for who in ("ours", "theirs"))
+    return Comparison(name, mine, other, ratio, at_least=at_least, profile=lambda: operators(ours))
+
+
+def smaller(
+    name: str, ours: Callable[[], object], theirs: Callable[[], object], *, at_most: float | None = None
+) -> Comparison:
+    """The part of the peak memory of ``theirs`` that ``ours`` takes."""
+    mine, other = peak_bytes(ours), peak_bytes(theirs)
+    return Comparison(name, f"{mine / 1e6:.0f} MB", f"{other / 1e6:.0f} MB", mine / other, at_most=at_most)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most CPU bytes held at once above what was held before, from the allocator's own events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=operator.methodcaller("start_ns")):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def operators(run: Callable[[], object], rows: int = 12) -> str:
+    """Where the time of ``run`` goes, by operator."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        run()
+    return recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows, max_name_column_width=40)
+
+
+def machine() -> str:
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
