@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from laga_core import kernels
-from laga_core.kernels import attention, choose, tiled
+from laga_core.kernels import attention, choose, sdpa, tiled
 
 KERNELS = ["eager", "tiled", "sdpa", "auto"]
 # batch, s_q, s_k, heads, kv_heads, dim, dim_v
@@ -248,6 +248,17 @@ def test_auto_says_what_it_chose_and_why(caplog, monkeypatch):
     assert choice.kernel == "tiled"
     assert len(said) == 2 and choice.reason in said[0]
     assert [record.getMessage() for record in caplog.records] == said[:1]  # logged once
+
+
+def test_auto_on_a_device_leaves_pytorch_what_it_has_a_fused_kernel_for(monkeypatch):
+    mla, square = tensors((1, 8, 8, 2, 2, 6, 4), torch.float32), tensors((1, 8, 8, 2, 2, 4, 4), torch.float32)
+    assert sdpa.fused_backend(*mla[:3], causal=True) is None  # on a CPU, where the head sizes differ
+    assert sdpa.fused_backend(*square[:3], causal=True) == "flash_attention"
+    assert sdpa.fused_backend(*square[:3], causal=False) == "flash_attention"
+    device = [x.to("meta") for x in mla[:3]]
+    assert choose(*device, causal=True).kernel == "tiled"
+    monkeypatch.setattr(sdpa, "fused_backend", lambda *x, causal: "cudnn_attention")
+    assert choose(*device, causal=True) == ("sdpa", "PyTorch's cudnn_attention kernel takes head sizes 6/4 on meta")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
