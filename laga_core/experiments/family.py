@@ -167,10 +167,11 @@ def recompute_cost(
 # --- the link between nodes ---
 
 
-def node_bytes(seq: int = 512, store: Store | None = None) -> list[dict[str, Any]]:
+def node_bytes(seq: int = 512, names: Sequence[str] | None = None, store: Store | None = None) -> list[dict[str, Any]]:
     """Bytes on the link between two nodes of two ranks, forward and backward of one layer, V3's head proportions.
 
-    ``link_bytes``: counted on the interfaces, per rank. ``derived_bytes``: by the closed form. ``part``: of explicit's.
+    ``link_bytes``: counted on the interfaces, per rank. ``derived_bytes``: by the closed form. ``part``: of the first
+    member's, which is the paper's explicit. ``names``: only these members.
     """
     members: dict[str, Member] = {
         "explicit": ("explicit", {}),
@@ -180,6 +181,7 @@ def node_bytes(seq: int = 512, store: Store | None = None) -> list[dict[str, Any
         "latent across": ("laga", {"context": 2, "layout": "zigzag"}),
         "latent across, query latent": ("laga", {"context": 2, "layout": "zigzag", "query": "latent"}),
     }
+    members = {name: members[name] for name in names or members}
     config = emulated_config(heads=128, hidden=256)
     per_rank = netns.run(_node_bytes, config, seq, members, nodes=2, ranks_per_node=2)
     rows = []
