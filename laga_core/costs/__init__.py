@@ -2,22 +2,42 @@
 
 from .choice import Cost, FormChoice, Machine, choose, cost, members
 from .communication import ACCOUNTINGS, Communication, Transfer, communication, communication_expression, transfers
+from .memory import (
+    FLOOR,
+    MemoryCost,
+    breakdown_expressions,
+    longest_sequence,
+    memory_cost,
+    memory_moments,
+    peak_expression,
+    saved_expression,
+    saved_roles,
+)
 from .symbols import LATEX, check_sizes, substitutions, to_latex, to_vega
 
 __all__ = [
     "ACCOUNTINGS",
+    "FLOOR",
     "LATEX",
     "Communication",
     "Cost",
     "FormChoice",
     "Machine",
+    "MemoryCost",
     "Transfer",
+    "breakdown_expressions",
     "check_sizes",
     "choose",
     "communication",
     "communication_expression",
     "cost",
+    "longest_sequence",
     "members",
+    "memory_cost",
+    "memory_moments",
+    "peak_expression",
+    "saved_expression",
+    "saved_roles",
     "substitutions",
     "to_latex",
     "to_vega",
