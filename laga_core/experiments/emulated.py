@@ -58,7 +58,8 @@ def sweep(
 def published() -> list[dict[str, Any]]:
     """The rows of the committed records, of every machine that has some."""
     folders = sorted((data_dir() / "published").iterdir())
-    return [row for f in folders for record in Store(f).load(EXPERIMENT) for row in record.metrics["rows"]]
+    rows = [row for f in folders for record in Store(f).load(EXPERIMENT) for row in record.metrics["rows"]]
+    return sorted(rows, key=lambda row: row["sp"])  # stable: the rates stay in their order
 
 
 def gloo_bytes(shape: MLAConfig, form: str, seq: int, sp: int) -> int:
@@ -132,3 +133,22 @@ def _timed(call: Callable[[], None]) -> tuple[float, int]:
     call()
     dist.barrier()
     return time.perf_counter() - start, netns.sent_bytes() - before
+
+
+def predicted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Explicit / Laga of each degree and rate, beside what two measurements predict: no step on a slow link is used.
+
+    The unshaped step, and the probe at both rates: ``step + sent * (probe - unshaped probe) / probe_bytes``, where
+    ``sent`` is what the closed forms and gloo's reduce-scatter say.
+    """
+    cells = {(row["sp"], row["mbit_s"], row["form"]): row for row in rows}
+    found = []
+    for sp, rate in dict.fromkeys((row["sp"], row["mbit_s"]) for row in rows):
+        ms = {}
+        for form in FORMS:
+            free, row = cells[sp, None, form], cells[sp, rate, form]
+            ms_per_byte = (row["probe_ms"] - free["probe_ms"]) / row["probe_bytes"]
+            ms[form] = free["ms"] + row["gloo_bytes"] * ms_per_byte
+        ratio = cells[sp, rate, "explicit"]["ms"] / cells[sp, rate, "laga"]["ms"]
+        found.append({"sp": sp, "mbit_s": rate, "emulated": ratio, "predicted": ms["explicit"] / ms["laga"]})
+    return found
