@@ -5,11 +5,24 @@ Reported: tables 3, 4 and 5 of the paper, tokens per second of forward and backw
 
 from __future__ import annotations
 
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
 
+from ..attention import MLAAttention
 from ..costs import communication
+from ..device import backend_for, resolve_device, synchronize
+from ..experts import MLP
+from ..launch import launch
+from ..model import Block
+from ..results import Store, run_cell
 from .memory import paper_config
 from .paper import read_table
 
@@ -136,3 +149,88 @@ def _pairs(steps: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, 
     for step in steps:
         cells.setdefault(tuple(step[k] for k in ("source", "kernel", "heads", "sp", "seq")), {})[step["form"]] = step
     return [(cell["explicit"], cell["laga"]) for cell in cells.values()]
+
+
+# --- measured on this machine ---
+
+EXPERIMENT = "throughput"
+
+
+def sweep(
+    store: Store,
+    forms: Sequence[str] = FORMS,
+    kernels: Sequence[str] = ("eager",),
+    seqs: Sequence[int] = (512,),
+    sps: Sequence[int] = (2,),
+    heads: int = 16,
+    hidden: int = 256,
+    layers: int = LAYERS,
+    repeats: int = 3,
+    device: str | None = None,
+    **launch_options: Any,
+) -> list[dict[str, Any]]:
+    """Tokens per second of each cell, forward and backward of a stack of MLA and MLP; cells in the store are kept.
+
+    A cell that runs out of memory is a row with status ``oom`` and no rate. ``sps`` counts all ranks; with several
+    nodes give ``nnodes`` among the ``launch_options``, and each runs its share.
+    """
+    where, nnodes = resolve_device(device), launch_options.get("nnodes", 1)
+    rows = []
+    for kernel, seq, sp, form in itertools.product(kernels, seqs, sps, forms):
+        if sp % nnodes:
+            raise ValueError(f"sp={sp} ranks cannot be shared evenly by nnodes={nnodes}")
+        size = {"seq": seq, "heads": heads, "hidden": hidden, "layers": layers, "repeats": repeats}
+        cell = {"form": form, "kernel": kernel, "sp": sp, **size}
+        hardware = {"device": device, "backend": backend_for(where), "ranks": sp}
+
+        def run(sp: int, **cell: Any) -> dict[str, float]:
+            options = {"device": device, "nproc": sp // nnodes, **launch_options}
+            return {"ms": max(launch(_step_ms, cell, **options))}
+
+        machine = {"device": where.type, "nnodes": nnodes}
+        record = run_cell(
+            store, EXPERIMENT, cell | machine, lambda device, nnodes, run=run, **cell: run(**cell), **hardware
+        )
+        rate = 1000 * seq / record.metrics["ms"] if record.status == "ok" else None
+        rows.append({**cell, "status": record.status, "tok_s": rate})
+    return rows
+
+
+def _step_ms(cell: dict[str, Any]) -> float:
+    """Median milliseconds of a step on this rank, by device events where there are any."""
+    device = resolve_device(None) if dist.get_backend() != "gloo" else torch.device("cpu")
+    where: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    config, hidden = paper_config(cell["heads"], cell["hidden"]), cell["hidden"]
+    torch.manual_seed(0)
+    stack = nn.Sequential(
+        *(
+            Block(
+                hidden,
+                MLAAttention(config, cell["form"], cell["kernel"], dist.group.WORLD, **where),
+                MLP(hidden, 4 * hidden, **where),
+                config.norm_eps,
+                **where,
+            )
+            for _ in range(cell["layers"])
+        )
+    )
+    x = torch.randn(1, cell["seq"] // dist.get_world_size(), hidden, **where)
+    times = []
+    for _ in range(cell["repeats"] + 1):
+        dist.barrier()
+        times.append(_timed(lambda: stack(x).sum().backward(), device))
+        stack.zero_grad()
+    return statistics.median(times[1:])
+
+
+def _timed(step: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cpu":
+        start = time.perf_counter()
+        step()
+        return 1000 * (time.perf_counter() - start)
+    start_event, end_event = (torch.Event(device, enable_timing=True) for _ in range(2))
+    start_event.record()
+    step()
+    end_event.record()
+    synchronize(device)
+    return float(start_event.elapsed_time(end_event))
