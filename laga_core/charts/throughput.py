@@ -49,7 +49,7 @@ def reported() -> Layers:
     for cell in experiment.across_nodes_fit()["predicted"]:
         rows.append(_cell("two nodes", cell["seq"], cell["reported"], cell["bytes_only"]))
     base = alt.Chart(alt.InlineData(rows)).encode(
-        y=alt.Y("cell:N", sort=[row["cell"] for row in rows], title=None, axis=alt.Axis(labelLimit=200)),
+        y=alt.Y("cell:N", sort=[str(row["cell"]) for row in rows], title=None, axis=alt.Axis(labelLimit=200)),
         tooltip=["cell:N", alt.Tooltip("reported:Q", format=".3f"), alt.Tooltip("predicted:Q", format=".3f")],
     )
     scale = alt.Scale(domain=[1, 1.4])

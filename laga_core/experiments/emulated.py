@@ -32,7 +32,7 @@ RATES: tuple[float | None, ...] = (100, 200, 500, 1000, 2000, None)
 SIZES = {"heads": 32, "hidden": 1024, "seq": 512, "repeats": 7}
 """One layer that two cores can run; a tenth of a second of computation and more."""
 
-_HEAD = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_HEAD: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
 def config(heads: int = 32, hidden: int = 1024) -> MLAConfig:
@@ -50,7 +50,7 @@ def sweep(
     rows = []
     for sp in degrees:
         parameters = {"sp": sp, "rates": list(rates), **SIZES, **sizes}
-        notes = {"backend": "gloo", "ranks": sp, "load_before": round(os.getloadavg()[0], 1)}
+        notes: dict[str, Any] = {"backend": "gloo", "ranks": sp, "load_before": round(os.getloadavg()[0], 1)}
         rows += run_cell(store, EXPERIMENT, parameters, measure, kind="emulated", **notes).metrics["rows"]
     return rows
 

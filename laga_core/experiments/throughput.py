@@ -181,7 +181,7 @@ def sweep(
             raise ValueError(f"sp={sp} ranks cannot be shared evenly by nnodes={nnodes}")
         size = {"seq": seq, "heads": heads, "hidden": hidden, "layers": layers, "repeats": repeats}
         cell = {"form": form, "kernel": kernel, "sp": sp, **size}
-        hardware = {"device": device, "backend": backend_for(where), "ranks": sp}
+        hardware: dict[str, Any] = {"device": device, "backend": backend_for(where), "ranks": sp}
 
         def run(sp: int, **cell: Any) -> dict[str, float]:
             options = {"device": device, "nproc": sp // nnodes, **launch_options}
@@ -218,12 +218,13 @@ def _step_ms(cell: dict[str, Any]) -> float:
     times = []
     for _ in range(cell["repeats"] + 1):
         dist.barrier()
-        times.append(_timed(lambda: stack(x).sum().backward(), device))
+        times.append(step_time_ms(lambda: stack(x).sum().backward(), device))
         stack.zero_grad()
     return statistics.median(times[1:])
 
 
-def _timed(step: Callable[[], None], device: torch.device) -> float:
+def step_time_ms(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds that ``step`` takes, by the device's own events where it has them."""
     if device.type == "cpu":
         start = time.perf_counter()
         step()

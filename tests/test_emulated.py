@@ -1,0 +1,37 @@
+"""Emulated links: counted bytes against the closed forms on a small cluster, and the measured sweep on real ranks."""
+
+import pytest
+
+from laga_core.experiments import emulated, netns, throughput
+from laga_core.results import Store
+
+needs_namespaces = pytest.mark.skipif(netns.unavailable() is not None, reason=str(netns.unavailable()))
+
+
+@needs_namespaces
+@pytest.mark.timeout(180)
+def test_a_small_cluster_counts_what_the_forms_send_and_is_not_run_twice(tmp_path):
+    sizes = {"heads": 4, "hidden": 128, "seq": 256, "repeats": 1}
+    rows = emulated.sweep(Store(tmp_path), (2,), (100, None), **sizes)
+    for row in rows:
+        assert row["sent_bytes"] == pytest.approx(row["gloo_bytes"], rel=0.03), row
+        assert row["gloo_bytes"] > row["wire_bytes"] or row["form"] == "explicit"
+    slow, free = (next(r["probe_ms"] for r in rows if r["mbit_s"] == rate) for rate in (100, None))
+    assert slow > free
+    assert emulated.sweep(Store(tmp_path), (2,), (100, None), **sizes) == rows
+
+
+@pytest.mark.timeout(180)
+def test_a_cell_out_of_memory_does_not_end_the_sweep(tmp_path, monkeypatch):
+    real = throughput.launch
+
+    def launch(fn, cell, **options):
+        if cell["form"] == "absorbed":
+            raise MemoryError("no more")
+        return real(fn, cell, **options)
+
+    monkeypatch.setattr(throughput, "launch", launch)
+    sizes = {"seqs": (64,), "heads": 4, "hidden": 32, "layers": 1, "repeats": 1}
+    rows = throughput.sweep(Store(tmp_path), device="cpu", threads_per_rank=1, timeout=100, **sizes)
+    assert [(row["form"], row["status"]) for row in rows] == [("explicit", "ok"), ("absorbed", "oom"), ("laga", "ok")]
+    assert all((row["tok_s"] or 0) > 0 or row["status"] == "oom" for row in rows)
