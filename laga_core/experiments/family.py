@@ -6,10 +6,11 @@ Ranks are processes in network namespaces of this machine (:mod:`laga_core.exper
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..costs import Machine, communication, cost
 from ..forms import STRONG_EXPLICIT
 from ..kernels import attention
 from ..memory import simulate_memory
-from ..results import Record, Store, provenance
+from ..results import Record, Store, data_dir, run_cell
 from ..rotary import softmax_scale
 from . import netns
 
@@ -46,6 +47,54 @@ def emulated_config(heads: int, hidden: int = 1024, q_lora: int = 512) -> MLACon
     return replace(v3, hidden_size=hidden, num_attention_heads=heads, q_lora_rank=q_lora, rope_scaling=None)
 
 
+# --- records ---
+
+GRID = {"links": [None, 1000, 200], "seqs": [512, 1024, 2048], "heads": [8, 32], "repeats": 5}
+
+
+def run(store: Store, rerun: bool = False, **grid: Any) -> dict[str, Record]:
+    """Every emulated measurement of this module, a record each, taken from the store if it is there.
+
+    ``grid`` replaces some of :data:`GRID`. Raises ``RuntimeError`` where this machine cannot emulate a cluster.
+    """
+    cells: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
+        "step times": ({**GRID, **grid}, _grid_metrics),
+        "recompute": ({"seq": 4096, "heads": 32, "repeats": 5}, lambda **sizes: {"rows": recompute_cost(**sizes)}),
+        "node bytes": ({"seq": 512}, lambda **sizes: {"rows": node_bytes(**sizes)}),
+    }
+    found = {}
+    for name, (sizes, measure) in cells.items():
+        notes = {"device": "cpu", "backend": "gloo", "load_before": round(os.getloadavg()[0], 1)}
+        found[name] = run_cell(
+            store, EXPERIMENT, {"measure": name, **sizes}, _without_name(measure), kind="emulated", rerun=rerun, **notes
+        )
+    return found
+
+
+def published(measure: str) -> list[Record]:
+    """Committed records of one measurement, of any machine."""
+    folders = sorted(path for path in (data_dir() / "published").glob("*") if path.is_dir())
+    return [r for folder in folders for r in Store(folder).load(EXPERIMENT, status="ok", measure=measure)]
+
+
+def _without_name(measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def call(**parameters: Any) -> dict[str, Any]:
+        del parameters["measure"]
+        return measure(**parameters)
+
+    return call
+
+
+def _grid_metrics(links: list[float | None], seqs: list[int], heads: list[int], repeats: int) -> dict[str, Any]:
+    machines = calibrate(links)
+    rows = step_times(links, seqs, heads, repeats=repeats, timeout=3600)
+    return {
+        "rows": rows,
+        "machines": [{"link": link, **asdict(machine)} for link, machine in machines.items()],
+        "picks": picks(rows, machines),
+    }
+
+
 # --- step times over shaped links ---
 
 
@@ -55,7 +104,6 @@ def step_times(
     heads: Sequence[int] = (32,),
     members: Mapping[str, Member] | None = None,
     repeats: int = 5,
-    store: Store | None = None,
     timeout: float = 900.0,
 ) -> list[dict[str, Any]]:
     """Median seconds of forward and backward at sp 2, each rank on a node of its own, for each link in Mbit/s.
@@ -70,18 +118,7 @@ def step_times(
         row = {**both[0], "sent_bytes": max(each["sent_bytes"] for each in both)}
         row["seconds"] = statistics.median(map(max, zip(*(each["seconds"] for each in both), strict=True)))
         rows.append(row)
-    if store is not None:
-        for row in rows:
-            parameters = {k: v for k, v in row.items() if k not in ("seconds", "sent_bytes")}
-            parameters |= {"measure": "step time", "sp": 2, "options": members[row["member"]][1], "dtype": "bfloat16"}
-            metrics = {"seconds": row["seconds"], "sent_bytes": row["sent_bytes"]}
-            _write(store, "emulated", parameters, metrics, ranks=2)
     return rows
-
-
-def _write(store: Store, kind: str, parameters: dict[str, Any], metrics: dict[str, Any], ranks: int) -> None:
-    where = provenance(device="cpu", ranks=ranks, backend="gloo")
-    store.write(Record(experiment=EXPERIMENT, kind=kind, parameters=parameters, metrics=metrics, provenance=where))
 
 
 def _step_times(
@@ -150,16 +187,14 @@ def speedups(rows: Iterable[Mapping[str, Any]], against: str = "explicit") -> li
     return [{**r, "against": against, "ratio": base[r["link"], r["seq"], r["heads"]] / r["seconds"]} for r in rows]
 
 
-def recompute_cost(
-    seq: int = 4096, heads: int = 32, repeats: int = 5, store: Store | None = None
-) -> list[dict[str, Any]]:
+def recompute_cost(seq: int = 4096, heads: int = 32, repeats: int = 5) -> list[dict[str, Any]]:
     """Step times with and without recomputation on an unshaped link, as :func:`step_times`; ``ratio`` is its price."""
     members: dict[str, Member] = {}
     for query in ("heads", "latent"):
         members[f"{query}, keep"] = ("laga", {"query": query})
         members[f"{query}, recompute"] = ("laga", {"query": query, "recompute": True})
         members[f"{query}, recompute by 2 heads"] = ("laga", {"query": query, "recompute": True, "head_chunk": 2})
-    rows = step_times((None,), (seq,), (heads,), members, repeats, store)
+    rows = step_times((None,), (seq,), (heads,), members, repeats)
     kept = {r["member"].split(",")[0]: r["seconds"] for r in rows if r["member"].endswith("keep")}
     return [{**r, "ratio": r["seconds"] / kept[r["member"].split(",")[0]]} for r in rows]
 
@@ -192,13 +227,7 @@ def node_bytes(seq: int = 512, names: Sequence[str] | None = None, store: Store 
             for d in ("forward", "backward")
         ]
         rows.append({"member": name, "link_bytes": counted, "derived_bytes": sum(side or 0 for side in sides)})
-    rows = [{**row, "part": row["link_bytes"] / rows[0]["link_bytes"]} for row in rows]
-    if store is not None:
-        for row in rows:
-            parameters = {"measure": "node bytes", "member": row["member"], "nodes": 2, "ranks_per_node": 2, "seq": seq}
-            metrics = {key: row[key] for key in ("link_bytes", "derived_bytes", "part")}
-            _write(store, "emulated", parameters, metrics, ranks=4)
-    return rows
+    return [{**row, "part": row["link_bytes"] / rows[0]["link_bytes"]} for row in rows]
 
 
 def _node_bytes(config: MLAConfig, seq: int, members: Mapping[str, Member]) -> dict[str, int]:
