@@ -1,0 +1,85 @@
+"""The attention layer against others: transformers in one process, and on two ranks explicit and a Ulysses layer.
+
+The Ulysses layer is yunchang's ``SeqAllToAll4D`` around this project's kernel and projections: yunchang's own attention
+kernels do not run on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from laga_core import MLAAttention, MLAConfig, launch
+
+from .harness import Comparison, faster, interleaved
+
+
+def compare() -> Iterator[Comparison]:
+    yield faster(
+        "Laga, transformers: V2-Lite, seq 2048, bf16", _ours(2048), _transformers(2048), at_least=1.5, repeats=3
+    )
+    seconds = launch(_on_two_ranks, nproc=2, device="cpu", threads_per_rank=1, timeout=300)[0]
+    for other, at_least in (("explicit", 1.0), ("ulysses", 1.2)):
+        times = (f"{1e3 * seconds[who]:.0f} ms" for who in ("laga", other))
+        yield Comparison(f"Laga, {other}: sp 2, seq 1024, bf16", *times, seconds[other] / seconds["laga"], at_least)
+
+
+def _ours(seq: int) -> Callable[[], object]:
+    config = MLAConfig.preset("deepseek-v2-lite")
+    layer = MLAAttention(config, "laga", "auto", dtype=torch.bfloat16)
+    hidden = torch.randn(1, seq, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    return lambda: layer(hidden).sum().backward()
+
+
+def _transformers(seq: int) -> Callable[[], object]:
+    """In its SDPA setting, which is its fastest on a CPU."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as reference
+
+    ours = MLAConfig.preset("deepseek-v2-lite")
+    names = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")
+    names = (*names, "qk_rope_head_dim", "v_head_dim")
+    config = reference.DeepseekV3Config(
+        **{name: getattr(ours, name) for name in names}, num_key_value_heads=ours.num_attention_heads
+    )
+    config._attn_implementation = "sdpa"
+    layer = reference.DeepseekV3Attention(config, layer_idx=0).bfloat16()
+    hidden = torch.randn(1, seq, ours.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    rotary = reference.DeepseekV3RotaryEmbedding(config)(hidden, torch.arange(seq)[None])
+    return lambda: layer(hidden, rotary, None)[0].sum().backward()
+
+
+def _on_two_ranks(seq: int = 1024) -> dict[str, float]:
+    from yunchang.comm.all_to_all import SeqAllToAll4D
+
+    config = MLAConfig(
+        hidden_size=1024, num_attention_heads=32, q_lora_rank=None, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    explicit = import_module("laga_core.forms.explicit")  # the package has a function of that name
+    group = dist.group.WORLD
+    hidden = torch.randn(1, seq // dist.get_world_size(), 1024, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(form: str) -> Callable[[], object]:
+        layer = MLAAttention(config, form, "eager", group, dtype=torch.bfloat16)
+
+        def run() -> None:
+            dist.barrier()
+            layer(hidden).sum().backward()
+            dist.barrier()
+
+        return run
+
+    plain = step("explicit")
+
+    def ulysses() -> None:
+        with (
+            mock.patch.object(explicit, "sequence_to_heads", lambda x, group: SeqAllToAll4D.apply(group, x, 2, 1)),
+            mock.patch.object(explicit, "heads_to_sequence", lambda x, group: SeqAllToAll4D.apply(group, x, 1, 2)),
+        ):
+            plain()
+
+    return interleaved({"laga": step("laga"), "explicit": step("explicit"), "ulysses": ulysses})
