@@ -50,8 +50,8 @@ DIRECT = _count("direct_query", r"[\text{no query latent}]")
 ROTARY = _count("rotary", r"[\text{rotary}]")
 """The last three are 1 or 0: a causal mask, a query projected directly from the hidden state, a rotation."""
 
-KERNELS = ("eager", "fused", "tiled")
-"""Kernels whose memory has a closed form; ``tiled`` as it runs on an accelerator, in half precision."""
+KERNELS = ("eager", "fused")
+"""Kernels whose memory has a closed form. ``tiled`` keeps what ``fused`` keeps, its tiles on top: simulate it."""
 
 _W = ITEMSIZE
 _LOCAL = BATCH * SEQ / SP  # tokens of this rank
@@ -120,19 +120,20 @@ def breakdown_expressions(form: str, kernel: str, **form_options: Any) -> Roles:
     }
 
 
+_OTHERS = (SP - 1) / SP  # of what is gathered, the part that this rank cannot make again by itself
+
 FLOOR: Roles = {
     "hidden": _LOCAL * HIDDEN * _W,
-    "latent": _ALL * _LATENT * _W,
-    "q": sympy.Min(_Q, _ALL * (Q_LORA + DIRECT * HEADS * _QK) * _W),
+    "latent": _OTHERS * _ALL * _LATENT * _W,
+    "q": sympy.Min(_Q, _OTHERS * _ALL * Q_LORA * _W + DIRECT * _Q),
     "output": _V,
-    "log-sum-exp": _ALL * _HEADS * _SUMS,
 }
-"""What any exact method has to keep for each layer if its backward neither sends again what forward sent nor attends
-forward a second time. Each is the least form of something that backward multiplies by: ``hidden`` for the gradients of
-the down-projections; the gathered ``latent``, from which keys and values are rebuilt; the query of this rank's heads or
-the gathered latent it is built from (``q``), whichever is smaller; the ``output`` for the gradient of the last
-projection; one number a row for the softmax. ``laga(query="latent", recompute=True)`` keeps just that. Below it, only
-hidden is indispensable, at the price of the whole forward again with its communication."""
+"""What any exact method has to keep for each layer if its backward does not send again what forward sent. Each is the
+least form of something that backward multiplies by: ``hidden``, from which this rank's own latents follow; the other
+ranks' ``latent``, from which keys and values are rebuilt; the query of this rank's heads, or the others' query latents
+it is built from (``q``), whichever is smaller; the ``output`` for the gradient of the last projection.
+``laga(query="latent", recompute=True)`` keeps just that. Below it, only hidden is indispensable, at the price of the
+whole forward again with its communication."""
 
 
 @dataclass(frozen=True)
@@ -260,10 +261,6 @@ def _per_head(kernel: str, latent: sympy.Expr, one_rank: Roles) -> _Case:
     saved = _sum(common, {"output": _V + _if_one_rank(sympy.S.Zero, _V)})
     gradients = {"gradient of output": _V, "gradient of q": _Q, "gradient of k": _K, "gradient of v": _V}
     held = _sum(common, {"output": _V}, gradients)
-    if kernel == "tiled":
-        laid_out = {"q": _Q, "k": _K, "v": _V, "gradient of output": _V}
-        copies = {role: _if_many_heads(size) for role, size in laid_out.items()}
-        held = _sum(held, _tiled(_HEADS, _QK, VALUE, copies))
     return _Case(saved, {"attention backward": held})
 
 
@@ -293,9 +290,6 @@ def _absorbed(kernel: str, options: Mapping[str, Any]) -> _Case:
         "gradient of latent": gathered + value,
     }
     held = _sum(common, gradients, up_value)
-    if kernel == "tiled":
-        copies = {"latent": value, "gradient of latent accumulator": _if_many_heads(accumulator)}
-        held = _sum(held, _tiled(sympy.S.One, _LATENT, KV_LORA, copies))
     return _Case(_sum(common, {"output": _V}), {"attention backward": held})
 
 
@@ -366,28 +360,6 @@ def _packed(options: Mapping[str, Any]) -> Roles:
             "collective buffers": _if_one_rank(sympy.S.Zero, parts),
         },
     )
-
-
-def _tiled(kv_heads: sympy.Expr, key: sympy.Expr, value: sympy.Expr, copies: Roles) -> Roles:
-    """What the tiled kernel needs in backward on an accelerator: copies by head, float32 sums, tiles of scores."""
-    shared = _HEADS / kv_heads
-    keys = sympy.Min(1024, SEQ)
-    matrices = sympy.Max(1, sympy.Min(BATCH * kv_heads, sympy.floor(2**26 / (keys * sympy.Min(512, SEQ * shared)))))
-    rows = sympy.Max(1, sympy.Min(SEQ, sympy.floor(2**26 / (keys * matrices * shared)))) * shared
-    together = sympy.Max(matrices / kv_heads, 1)
-    together = sympy.Min(matrices, kv_heads) * sympy.floor(together)  # matrices of one pass
-    part = together / (BATCH * kv_heads)
-    sums = part * _ALL * kv_heads * (key + value) + together * rows * key  # of dk and dv, and of a block of dq
-    scores = together * rows * keys * (2 * _SUMS + sympy.Min(_W, sympy.Max(0, 4 - _W)))
-    # The next block's sum of dq is there before the last one's goes; or a product, of dq's size or (causal) dk's,
-    # before it is added.
-    second_block = sympy.Min(rows, sympy.Max(0, SEQ * shared - rows))
-    product = rows * (1 - CAUSAL) + CAUSAL * rows / shared
-    block = together * key * sympy.Max(second_block * _SUMS, product * _W)
-    statistics = (2 + 2 * part) * _ALL * _HEADS * _SUMS
-    return {role: part * size for role, size in copies.items()} | {
-        "kernel workspace": sums * _SUMS + scores + block + statistics
-    }
 
 
 def _sum(*parts: Roles) -> Roles:

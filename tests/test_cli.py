@@ -1,0 +1,47 @@
+"""``python -m laga_core``: what it prints, what it prints for machines, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from laga_core import MLAConfig, communication, simulate_memory
+from laga_core.__main__ import main
+
+SIZES = ["--model", "deepseek-v3", "--seq", "16384", "--sp", "8"]
+
+
+def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", *SIZES, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = simulate_memory(MLAConfig.preset("deepseek-v3"), "laga", "fused", 16384, 8)
+    assert found["kind"] == "simulated"
+    assert found["forms"]["laga"]["peak_bytes"] == run.peak_bytes
+    assert found["forms"]["laga"]["breakdown"] == run.breakdown
+    assert main(["memory", *SIZES, "--form", "absorbed", "--kernel", "eager", "--option", "score=split"]) == 0
+    assert "scores" in capsys.readouterr().out
+
+
+def test_communication(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["communication", *SIZES, "--accounting", "paper"]) == 0
+    text = capsys.readouterr().out
+    assert "derived" in text
+    sent = communication(MLAConfig.preset("deepseek-v3"), "explicit", 16384, 8, accounting="paper").total_bytes
+    assert f"{sent / 1e6:,.1f}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["memory", "--model", "gpt", "--seq", "8", "--sp", "1"], "unknown preset"),
+        (["memory", "--model", "toy", "--seq", "9", "--sp", "2"], "cannot be split evenly"),
+        (["memory", *SIZES, "--option", "score=split"], "--option needs --form"),
+        (["communication", *SIZES, "--form", "laga", "--option", "score"], "NAME=VALUE"),
+        (["communication", *SIZES, "--form", "explicit", "--option", "colour=red"], "has no option"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
