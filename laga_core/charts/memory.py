@@ -31,6 +31,8 @@ ROLE_COLOURS = {
     "gradient of scores": "#AA4499",
     "gradient of probabilities": "#CC6677",
     "gradient of weights": "#997700",
+    "gradients of activations": "#CC99BB",
+    "causal mask": "#555522",
     "other": "#44AA99",
 }
 """One colour for each role, here and in the explorer; related roles are close to each other."""
