@@ -1,0 +1,187 @@
+"""Charts of the family: who wins where, step times over shaped links, what is kept, and how the work is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import altair as alt
+
+from ..config import MLAConfig
+from ..costs import Machine, choose
+from ..sharding import sequence_positions
+from .theme import INK, choice, dressed
+
+MEMBER_COLOURS = {
+    "explicit": "#0072B2",
+    "strong explicit": "#56B4E9",
+    "Laga": "#009E73",
+    "Laga, overlap": "#00C08B",
+    "query latent": "#CC79A7",
+    "latent only": "#E69F00",
+    "latent only, overlap": "#B37700",
+}
+"""Explicit's and Laga's own colours; further ones of Okabe and Ito's for the family."""
+
+_KINDS = {
+    "strong explicit": MEMBER_COLOURS["strong explicit"],
+    "heads only (R = 1)": MEMBER_COLOURS["Laga"],
+    "heads × context": "#F0E442",
+    "context only (U = 1)": MEMBER_COLOURS["latent only"],
+}
+
+
+def winners(
+    preset: str = "deepseek-v3", sp: int = 16, ranks_per_node: int = 8, machine: Machine | None = None
+) -> alt.LayerChart | alt.FacetChart:
+    """Which member the cost model finds quickest, by the link between nodes and the sequence length (derived)."""
+    config, machine = MLAConfig.preset(preset), machine or Machine.typical("npu")
+    rows = []
+    for link in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64):
+        for seq in (2**power for power in range(12, 20)):
+            here = replace(machine, slow_link=link * 1e9, ranks_per_node=ranks_per_node)
+            found = choose(config, seq, sp, here, layout="zigzag")
+            other = next(c for c in found.weighed if (c.form == "explicit") != (found.form == "explicit"))
+            rows.append(
+                {
+                    "link": f"{link:g}",
+                    "seq": f"{seq // 1024}K",
+                    "winner": _kind(found.form, found.options, sp),
+                    "member": str(found.best),
+                    "ms": round(1e3 * found.best.seconds, 3),
+                    "ratio": round(other.seconds / found.best.seconds, 3),
+                    "text": f"{other.seconds / found.best.seconds:.2f}",
+                }
+            )
+    base = alt.Chart(alt.InlineData(rows)).encode(
+        x=alt.X("link:O", sort=None, title="link between nodes, GB/s a rank", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("seq:O", sort=None, title="sequence, tokens"),
+        tooltip=[
+            alt.Tooltip("member:N", title="quickest"),
+            alt.Tooltip("ms:Q", title="ms a layer"),
+            alt.Tooltip("ratio:Q", title="times quicker than the best of the other kind"),
+        ],
+    )
+    tiles = base.mark_rect(opacity=0.85).encode(
+        color=alt.Color("winner:N", title=None, scale=alt.Scale(domain=list(_KINDS), range=list(_KINDS.values())))
+    )
+    labels = base.mark_text(fontSize=11, color="#000").encode(text="text:N")
+    return dressed(
+        alt.layer(tiles, labels).properties(width=460, height=260),
+        f"A map of the quickest member for {preset} on {sp} ranks, {ranks_per_node} to a node, by link speed and "
+        "sequence length; each tile says how many times quicker it is than the best explicit form, or, where explicit "
+        "wins, than the best of Laga's family.",
+    )
+
+
+def _kind(form: str, options: Mapping[str, Any], sp: int) -> str:
+    context = options.get("context", 1)
+    if form == "explicit":
+        return "strong explicit"
+    return "heads only (R = 1)" if context == 1 else "context only (U = 1)" if context == sp else "heads × context"
+
+
+def step_times(rows: Iterable[Mapping[str, Any]], against: str = "strong explicit") -> alt.LayerChart | alt.FacetChart:
+    """How many times as quick as ``against`` each member is over each link, from rows of the experiment (emulated)."""
+    rows = list(rows)
+    base_seconds = {(r["link"], r["seq"], r["heads"]): r["seconds"] for r in rows if r["member"] == against}
+    data = [
+        {
+            "link": "unshaped" if r["link"] is None else f"{r['link']:g} Mbit/s",
+            "place": -(r["link"] or 1e6),
+            "setting": f"{r['heads']} heads, {r['seq']} tokens",
+            "member": r["member"],
+            "ratio": round(base_seconds[r["link"], r["seq"], r["heads"]] / r["seconds"], 3),
+            "ms": round(1e3 * r["seconds"], 1),
+            "mb": round(r["sent_bytes"] / 1e6, 2),
+        }
+        for r in rows
+    ]
+    settings = list(dict.fromkeys(row["setting"] for row in data))
+    members = [name for name in MEMBER_COLOURS if any(row["member"] == name for row in data)]
+    base = alt.Chart(alt.InlineData(data)).transform_filter("datum.setting == setting")
+    bars = base.mark_bar().encode(
+        x=alt.X("link:N", sort=alt.SortField("place"), title=None, axis=alt.Axis(labelAngle=0)),
+        xOffset=alt.XOffset("member:N", sort=members),
+        y=alt.Y("ratio:Q", title=f"times as quick as {against}"),
+        color=alt.Color(
+            "member:N",
+            title=None,
+            scale=alt.Scale(domain=members, range=[MEMBER_COLOURS[name] for name in members]),
+            legend=alt.Legend(columns=4),
+        ),
+        tooltip=["member:N", "ratio:Q", alt.Tooltip("ms:Q", title="ms"), alt.Tooltip("mb:Q", title="MB sent")],
+    )
+    even = (
+        alt.Chart(alt.InlineData([{"one": 1}])).mark_rule(strokeDash=[5, 4], color=INK, opacity=0.7).encode(y="one:Q")
+    )
+    return dressed(
+        alt.layer(bars, even)
+        .properties(width=460, height=260)
+        .add_params(choice("setting", "Setting ", settings, menu=True, value=settings[-1])),
+        f"Bars: how many times as quick as {against} each member is, forward and backward of one layer on two ranks, "
+        "over an unshaped link and links of 1000 and 200 Mbit/s; a menu picks heads and sequence length.",
+    )
+
+
+def kept(rows: Sequence[Mapping[str, Any]]) -> alt.LayerChart | alt.FacetChart:
+    """Bytes a layer keeps between forward and backward, member by member (simulated)."""
+    data = [
+        {"member": r["member"], "mb": round(r["saved_bytes"] / 1e6, 1), "text": f"{r['saved_part']:.2f}"} for r in rows
+    ]
+    base = alt.Chart(alt.InlineData(data)).encode(
+        y=alt.Y("member:N", sort=None, title=None, axis=alt.Axis(labelLimit=260)),
+        x=alt.X("mb:Q", title="kept by one layer, MB"),
+    )
+    bars = base.mark_bar(color=MEMBER_COLOURS["Laga"], opacity=0.85).encode(tooltip=["member:N", "mb:Q"])
+    labels = base.mark_text(align="left", dx=5, color=INK).encode(text="text:N")
+    return dressed(
+        alt.layer(bars, labels).properties(width=420, height=190),
+        "Bars: megabytes that one layer keeps between forward and backward for each member; the figure at the end of a "
+        "bar is its part of explicit's.",
+    )
+
+
+def layout(contexts: Sequence[int] = (2, 4)) -> alt.Chart:
+    """Who attends what under a causal mask: tiles of queries and keys, coloured by the group of ranks."""
+    rows = []
+    for context in contexts:
+        pieces = 4 * max(contexts)
+        for name in ("contiguous", "zigzag"):
+            positions = sequence_positions(pieces, name, context).tolist()
+            group = {position: place * context // pieces for place, position in enumerate(positions)}
+            work = {g: sum(q + 1 for q in range(pieces) if group[q] == g) for g in range(context)}
+            rows += [
+                {
+                    "R": context,
+                    "layout": name,
+                    "query": q,
+                    "key": k,
+                    "group": f"group {group[q]}",
+                    "work": work[group[q]],
+                }
+                for q in range(pieces)
+                for k in range(q + 1)
+            ]
+    return dressed(
+        alt.Chart(alt.InlineData(rows), width=300, height=300)
+        .transform_filter("datum.R == R && datum.layout == layout")
+        .mark_rect(stroke=INK, strokeOpacity=0.25)
+        .encode(
+            x=alt.X("key:O", title="keys (from the gathered latent)", axis=alt.Axis(labels=False, ticks=False)),
+            y=alt.Y("query:O", title="queries", axis=alt.Axis(labels=False, ticks=False)),
+            color=alt.Color(
+                "group:N",
+                title=None,
+                scale=alt.Scale(range=["#E69F00", "#56B4E9", "#009E73", "#CC79A7"][: max(contexts)]),
+            ),
+            tooltip=["group:N", alt.Tooltip("work:Q", title="tiles of this group")],
+        )
+        .add_params(
+            choice("R", "Groups R ", list(contexts), value=contexts[-1]),
+            choice("layout", "Layout ", ["zigzag", "contiguous"]),
+        ),
+        "The causal triangle of queries and keys in small tiles, coloured by the group of ranks that holds the query; "
+        "buttons pick the number of groups and the layout. Zigzag gives every group the same number of tiles.",
+    )
