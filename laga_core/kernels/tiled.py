@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 _LOG2E = math.log2(math.e)
 
 # A tile holds this many scores: on a CPU as much as stays in cache, on an accelerator as much as keeps it busy.
-_TILE_CPU, _TILE_ACCELERATOR = 1 << 20, 1 << 26
-_ROWS, _KEYS = 512, 1024
+_TILE_CPU, _TILE_ACCELERATOR = 1 << 19, 1 << 26
+_ROWS, _KEYS = 512, 512
 _DIAGONAL = 256  # rows of a tile at the causal diagonal, where half of a tile is computed in vain
 _LINEAR = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
