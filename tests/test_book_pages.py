@@ -92,9 +92,9 @@ def test_controls_change_charts_and_settings_can_be_shared(open_page: Open, page
         seen.page.wait_for_timeout(200)  # longer than the pause after which the address follows
         shared = open_page(seen.page.url.split("/", 3)[3])
         assert shared.problems == []
-        # What is written and the data behind it; ids and the order of ticks differ between visits.
+        # What is written and the data behind it; ids, and the order of ticks and of rows, differ between visits.
         assert sorted(shared.chart(name).texts) == sorted(chart.texts)
-        assert shared.chart(name).rows() == chart.rows()
+        assert sorted(map(str, shared.chart(name).rows())) == sorted(map(str, chart.rows()))
 
 
 def test_slider_changes_the_chart(open_page: Open) -> None:

@@ -94,7 +94,7 @@ def explorer(model: str = "paper-v3") -> Layers:
         x=alt.X("ms:Q", stack="zero", title="ms of one layer, forward and backward"),
         y=y,
         color=form_colour(legend=False),
-        opacity=alt.Opacity("part:N", title=None, scale=alt.Scale(domain=["computing", "sending"], range=[1, 0.5])),
+        opacity=alt.Opacity("part:O", title=None, scale=alt.Scale(domain=["computing", "sending"], range=[1, 0.5])),
         tooltip=["form:N", "part:N", alt.Tooltip("ms:Q", format=".2f"), alt.Tooltip("total:Q", format=".2f")],
     )
     totals = (
