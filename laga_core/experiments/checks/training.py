@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import statistics
 
+from ...results import Record
+from ..routing_noise import factors as _factors
 from .records import published
-from .rules import Claim, Finding, SourceMissing, check, needs_hardware
+from .rules import Claim, Finding, SourceMissing, check, needs_hardware, plainly, show
 
 
 @check
@@ -14,13 +16,69 @@ def convergence(claim: Claim, metric: str) -> Finding:
 
 
 @check
-def experts(claim: Claim, metric: str, **options: Any) -> Finding:
-    raise SourceMissing("records of 06_experts")
+def experts_interleave(claim: Claim) -> Finding:
+    """Calls of attention's or the experts' collectives that are out of place, under any expert degree."""
+    records = published("experts", form="laga")
+    worst = max(record.metrics["interleaved"] for record in records)
+    return plainly(claim, worst, "measured", f"calls of one step at ep {_degrees(records)}")
+
+
+@check
+def experts_gradients(claim: Claim) -> Finding:
+    """The largest deviation of any gradient from one process without ranks, fp64, under any expert degree."""
+    records = published("experts", form="laga")
+    worst = max(record.metrics["gradient_error"] for record in records)
+    return plainly(claim, worst, "measured", f"fp64, sp {records[0].parameters['sp']}, ep {_degrees(records)}")
+
+
+@check
+def expert_degrees(claim: Claim) -> Finding:
+    """Expert degrees among 1, sp and what divides it under which every gradient is right, of those there are."""
+    records = published("experts", form="laga")
+    right = {r.parameters["ep"] for r in records if r.metrics["gradient_error"] <= 1e-12}
+    sp = records[0].parameters["sp"]
+    divisors = {degree for degree in range(1, sp + 1) if sp % degree == 0}
+    return plainly(claim, right == divisors, "measured", f"sp {sp}: right at ep {_degrees(records)}")
+
+
+def _degrees(records: list[Record]) -> str:
+    return ", ".join(str(ep) for ep in sorted({record.parameters["ep"] for record in records}))
 
 
 @check
 def routing_noise(claim: Claim, metric: str) -> Finding:
-    raise SourceMissing("records of 07_routing_noise")
+    """A factor of the routing experiment, as the median over its seeds."""
+    records = published("routing_noise", noise=True)
+    values = sorted(row[metric] for row in _factors(records) if row[metric] is not None)
+    remark = f"median of {len(values)} seeds, {show(values[0], claim.unit)} to {show(values[-1], claim.unit)}"
+    return plainly(claim, float(statistics.median(values)), "measured", f"{remark}; noise supplied on a CPU")
+
+
+@check
+def jump_is_first_flip(claim: Claim) -> Finding:
+    """Whether the difference of two runs with experts grows most at the first step that routes a token elsewhere.
+
+    Growth is the difference over the median of the ten steps before, as where the experiment reports its jump.
+    """
+    hits = []
+    for record in published("routing_noise", noise=True, model="experts"):
+        difference, first = record.metrics["difference"], record.metrics["first_flip"]
+        growth = [_growth(difference, step) for step in range(len(difference))]
+        hits.append(first is not None and growth[first] == max(growth))
+    return plainly(claim, all(hits), "measured", f"in {sum(hits)} of {len(hits)} seeds")
+
+
+def _growth(difference: list[float], step: int) -> float:
+    before = [d for d in difference[max(step - 10, 0) : step] if d]
+    return difference[step] / statistics.median(before) if before else 0.0
+
+
+@check
+def noise_vanishes(claim: Claim) -> Finding:
+    """Whether two runs with one fixed order of summation are the same, bit for bit."""
+    records = published("routing_noise", noise=False)
+    worst = max(max(record.metrics["difference"]) for record in records)
+    return plainly(claim, worst == 0, "measured", f"{len(records)} pairs of runs, largest difference {worst}")
 
 
 @check
