@@ -11,6 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,14 +54,18 @@ def emulated_config(heads: int, hidden: int = 1024, q_lora: int = 512) -> MLACon
 GRID = {"links": [None, 1000, 200], "seqs": [512, 1024, 2048], "heads": [8, 32], "repeats": 5}
 
 
-def run(store: Store, rerun: bool = False, **grid: Any) -> dict[str, Record]:
+def run(store: Store, rerun: bool = False, patience: float = 0.0, **grid: Any) -> dict[str, Record]:
     """Every emulated measurement of this module, a record each, taken from the store if it is there.
 
-    ``grid`` replaces some of :data:`GRID`. Raises ``RuntimeError`` where this machine cannot emulate a cluster.
+    ``patience``: as in :func:`step_times`, for each timed measurement. ``grid`` replaces some of :data:`GRID`. Raises
+    ``RuntimeError`` where this machine cannot emulate a cluster.
     """
     cells: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
-        "step times": ({**GRID, **grid}, _grid_metrics),
-        "recompute": ({"seq": 4096, "heads": 32, "repeats": 5}, lambda **sizes: {"rows": recompute_cost(**sizes)}),
+        "step times": ({**GRID, **grid}, partial(_grid_metrics, patience=patience)),
+        "recompute": (
+            {"seq": 4096, "heads": 32, "repeats": 5},
+            lambda **sizes: {"rows": recompute_cost(**sizes, patience=patience)},
+        ),
         "node bytes": ({"seq": 512}, lambda **sizes: {"rows": node_bytes(**sizes)}),
     }
     found = {}
@@ -85,9 +91,11 @@ def _without_name(measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[
     return call
 
 
-def _grid_metrics(links: list[float | None], seqs: list[int], heads: list[int], repeats: int) -> dict[str, Any]:
-    machines = calibrate(links)
-    rows = step_times(links, seqs, heads, repeats=repeats, timeout=3600)
+def _grid_metrics(
+    links: list[float | None], seqs: list[int], heads: list[int], repeats: int, patience: float
+) -> dict[str, Any]:
+    machines = calibrate(links, patience)
+    rows = step_times(links, seqs, heads, repeats=repeats, timeout=3600, patience=patience)
     return {
         "rows": rows,
         "machines": [{"link": link, **asdict(machine)} for link, machine in machines.items()],
@@ -105,14 +113,18 @@ def step_times(
     members: Mapping[str, Member] | None = None,
     repeats: int = 5,
     timeout: float = 900.0,
+    patience: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Median seconds of forward and backward at sp 2, each rank on a node of its own, for each link in Mbit/s.
 
     One run: the members take turns, ``repeats`` times at each setting. Rows with ``link``, ``seq``, ``heads``,
-    ``member``, ``seconds`` (the slower rank's), and ``sent_bytes``, counted on the interface.
+    ``member``, ``seconds`` (the slower rank's), and ``sent_bytes``, counted on the interface. On a busy machine up to
+    ``patience`` seconds in all are spent waiting for moments when nobody else computes (:class:`_Quiet`);
+    ``quiet`` is the part of a member's steps that had one.
     """
     members = dict(members or MEMBERS)
-    per_rank = netns.run(_step_times, list(links), list(seqs), list(heads), members, repeats, timeout=timeout)
+    limit = timeout + patience
+    per_rank = netns.run(_step_times, list(links), list(seqs), list(heads), members, repeats, patience, timeout=limit)
     rows = []
     for both in zip(*per_rank, strict=True):
         row = {**both[0], "sent_bytes": max(each["sent_bytes"] for each in both)}
@@ -122,10 +134,15 @@ def step_times(
 
 
 def _step_times(
-    links: list[float | None], seqs: list[int], heads: list[int], members: dict[str, Member], repeats: int
+    links: list[float | None],
+    seqs: list[int],
+    heads: list[int],
+    members: dict[str, Member],
+    repeats: int,
+    patience: float,
 ) -> list[dict[str, Any]]:
     """On a rank: each setting's members in turn."""
-    rows = []
+    rows, quiet = [], _Quiet(patience)
     for count in heads:
         config = emulated_config(count)
         for seq in seqs:
@@ -135,19 +152,20 @@ def _step_times(
                 netns.shape(link)
                 times = {name: _timed(step) for name, step in steps.items()}  # what is made once is made here
                 sent = {name: time_[1] for name, time_ in times.items()}
-                seconds: dict[str, list[float]] = {name: [] for name in steps}
+                seconds: dict[str, list[tuple[float, bool]]] = {name: [] for name in steps}
                 names = list(steps)
                 for turn in range(repeats):
                     for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                        seconds[name].append(_timed(steps[name])[0])
+                        seconds[name].append(quiet.timed(steps[name]))
                 rows += [
                     {
                         "link": link,
                         "seq": seq,
                         "heads": count,
                         "member": name,
-                        "seconds": seconds[name],
+                        "seconds": [each for each, _ in seconds[name]],
                         "sent_bytes": sent[name],
+                        "quiet": statistics.mean(alone for _, alone in seconds[name]),
                     }
                     for name in names
                 ]
@@ -180,6 +198,53 @@ def _timed(step: Callable[[], None]) -> tuple[float, int]:
     return seconds, netns.sent_bytes() - before
 
 
+class _Quiet:
+    """Times a step at a moment when other processes take at most a tenth of the CPUs, if one comes in time.
+
+    All ranks of the machine take part; what they compute themselves is told apart by their own CPU time.
+    """
+
+    SHARE = 0.1
+
+    def __init__(self, patience: float) -> None:
+        self.left = patience
+
+    def timed(self, step: Callable[[], None]) -> tuple[float, bool]:
+        """Seconds of ``step``, and whether nobody else computed meanwhile."""
+        while True:
+            self._await_quiet()
+            busy, own, start = _busy_seconds(), os.times().user, time.perf_counter()
+            seconds, _ = _timed(step)
+            computed = torch.tensor(os.times().user - own, dtype=torch.float64)
+            dist.all_reduce(computed)
+            wall = time.perf_counter() - start
+            others = (_busy_seconds() - busy - computed.item()) / (wall * (os.cpu_count() or 1))
+            worst = torch.tensor([others, wall], dtype=torch.float64)
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            if worst[0] <= self.SHARE or self.left <= 0:
+                return seconds, bool(worst[0] <= self.SHARE)
+            self.left -= worst[1].item()
+
+    def _await_quiet(self) -> None:
+        left = torch.tensor(self.left, dtype=torch.float64)
+        before = _busy_seconds()
+        while dist.get_rank() == 0 and left > 0:
+            time.sleep(0.2)
+            now = _busy_seconds()
+            if now - before <= self.SHARE * 0.2 * (os.cpu_count() or 1):
+                break
+            left -= 0.2
+            before = now
+        dist.broadcast(left, 0)
+        self.left = left.item()
+
+
+def _busy_seconds() -> float:
+    """CPU seconds that all programs of this machine have computed so far."""
+    user, nice = Path("/proc/stat").read_text().split(maxsplit=3)[1:3]
+    return (int(user) + int(nice)) / os.sysconf("SC_CLK_TCK")
+
+
 def speedups(rows: Iterable[Mapping[str, Any]], against: str = "explicit") -> list[dict[str, Any]]:
     """Each row with ``ratio``: how many times as long the member ``against`` takes at its setting."""
     rows = list(rows)
@@ -187,14 +252,14 @@ def speedups(rows: Iterable[Mapping[str, Any]], against: str = "explicit") -> li
     return [{**r, "against": against, "ratio": base[r["link"], r["seq"], r["heads"]] / r["seconds"]} for r in rows]
 
 
-def recompute_cost(seq: int = 4096, heads: int = 32, repeats: int = 5) -> list[dict[str, Any]]:
+def recompute_cost(seq: int = 4096, heads: int = 32, repeats: int = 5, patience: float = 0.0) -> list[dict[str, Any]]:
     """Step times with and without recomputation on an unshaped link, as :func:`step_times`; ``ratio`` is its price."""
     members: dict[str, Member] = {}
     for query in ("heads", "latent"):
         members[f"{query}, keep"] = ("laga", {"query": query})
         members[f"{query}, recompute"] = ("laga", {"query": query, "recompute": True})
         members[f"{query}, recompute by 2 heads"] = ("laga", {"query": query, "recompute": True, "head_chunk": 2})
-    rows = step_times((None,), (seq,), (heads,), members, repeats)
+    rows = step_times((None,), (seq,), (heads,), members, repeats, patience=patience)
     kept = {r["member"].split(",")[0]: r["seconds"] for r in rows if r["member"].endswith("keep")}
     return [{**r, "ratio": r["seconds"] / kept[r["member"].split(",")[0]]} for r in rows]
 
@@ -273,16 +338,19 @@ def saved(preset: str = "deepseek-v3", seq: int = 16384, sp: int = 8, layers: in
 # --- the cost model against what was measured ---
 
 
-def calibrate(links: Sequence[float | None], timeout: float = 300.0) -> dict[float | None, Machine]:
+def calibrate(
+    links: Sequence[float | None], patience: float = 0.0, timeout: float = 300.0
+) -> dict[float | None, Machine]:
     """This machine as the cost model sees it, for each link: rates at one size, the link by one all-to-all."""
-    found = netns.run(_calibrate, list(links), timeout=timeout)[0]
+    found = netns.run(_calibrate, list(links), patience, timeout=timeout + patience)[0]
     return {
         link: Machine(found["rate"], bandwidth, bandwidth, 1, found["attention_rate"], latency)
         for link, (bandwidth, latency) in found["links"].items()
     }
 
 
-def _calibrate(links: list[float | None]) -> dict[str, Any]:
+def _calibrate(links: list[float | None], patience: float) -> dict[str, Any]:
+    quiet = _Quiet(patience)
     seq, heads, dim = 1024, 16, 1024
     weight = torch.randn(4 * dim, dim, dtype=torch.bfloat16, requires_grad=True)
     x = torch.randn(seq // 2, dim, dtype=torch.bfloat16, requires_grad=True)
@@ -296,31 +364,26 @@ def _calibrate(links: list[float | None]) -> dict[str, Any]:
     def attend() -> None:
         attention(q, k, v, scale=scale, causal=True, kernel="tiled").sum().backward()
 
-    rate = 6 * x.numel() * weight.shape[0] / _median(projection)
-    attention_rate = 3.5 * 2 * seq**2 / 2 * heads * 320 / _median(attend)
+    rate = 6 * x.numel() * weight.shape[0] / _median(projection, quiet)
+    attention_rate = 3.5 * 2 * seq**2 / 2 * heads * 320 / _median(attend, quiet)
     speeds: dict[float | None, tuple[float, float]] = {}
     for link in links:
         dist.barrier()
         netns.shape(link)
-        small, large = (_exchange_seconds(size) for size in (2048, 8_000_000))
+        small, large = (_exchange_seconds(size, quiet) for size in (2048, 8_000_000))
         speeds[link] = (4_000_000 / max(large - small, 1e-6), small)
     netns.shape(None)
     return {"rate": rate, "attention_rate": attention_rate, "links": speeds}
 
 
-def _exchange_seconds(size: int) -> float:
+def _exchange_seconds(size: int, quiet: _Quiet) -> float:
     out = torch.empty(size, dtype=torch.uint8)
-    return _median(lambda: dist.all_to_all_single(out, torch.zeros(size, dtype=torch.uint8)))
+    return _median(lambda: dist.all_to_all_single(out, torch.zeros(size, dtype=torch.uint8)), quiet)
 
 
-def _median(run: Callable[[], object], repeats: int = 5) -> float:
-    seconds = []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+def _median(run: Callable[[], Any], quiet: _Quiet, repeats: int = 5) -> float:
+    run()
+    return statistics.median(quiet.timed(run)[0] for _ in range(repeats))
 
 
 def picks(
