@@ -1,0 +1,139 @@
+"""The language model: its blocks, its weights, and its loss over shards."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from laga_core import MLAConfig
+from laga_core.experts import ExpertConfig, reduce_gradients
+from laga_core.loss import next_labels, token_mean
+from laga_core.model import LanguageModel, ModelConfig
+from laga_core.training import shard
+
+VOCAB, BATCH, SEQ = 19, 2, 12
+
+
+def config(**changes) -> ModelConfig:
+    sizes = {
+        "attention": MLAConfig.preset("toy"),
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 2,
+        "intermediate_size": 40,
+        "initializer_range": 0.2,
+    }
+    return ModelConfig(**{**sizes, **changes})
+
+
+EXPERTS = ExpertConfig(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, of which the ranks have different numbers that count."""
+    source = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB, (BATCH, SEQ), generator=source)
+    labels = torch.randint(VOCAB, (BATCH, SEQ), generator=source)
+    labels[:, 7:] = -100
+    labels[0, 0] = -100
+    return tokens, labels
+
+
+def gradients(group, form: str, tied: bool, ep: int) -> dict[str, torch.Tensor]:
+    model = LanguageModel(
+        config(tie_word_embeddings=tied, experts=EXPERTS if ep else None, first_k_dense_replace=1),
+        form,
+        group=group,
+        dtype=torch.float64,
+    )
+    tokens, labels = (shard(x, group) for x in batch())
+    loss = token_mean(model(tokens), labels, group)
+    loss.backward()
+    reduce_gradients(model, group)
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+VARIANTS = [("laga", False, 1), ("absorbed", True, 0), ("explicit", False, 0)]
+
+
+def all_variants(group) -> list[dict[str, torch.Tensor]]:
+    return [gradients(group, *variant) for variant in VARIANTS]
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+def test_loss_and_every_gradient_do_not_depend_on_the_degree(sp: int) -> None:
+    for rank in on_ranks(all_variants, sp=sp):
+        for variant, got in zip(VARIANTS, rank, strict=True):
+            want = gradients(None, *variant)
+            assert got.keys() == want.keys()
+            for name, expected in want.items():
+                assert (got[name] - expected).abs().max() <= 1e-12, f"{variant} sp {sp}: {name}"
+
+
+def test_the_loss_is_the_mean_over_all_tokens_that_count() -> None:
+    source = torch.Generator().manual_seed(0)
+    logits = torch.randn(BATCH, SEQ, VOCAB, generator=source)
+    _, labels = batch()
+    by_hand = [
+        -logits[b, s].log_softmax(-1)[labels[b, s]] for b in range(BATCH) for s in range(SEQ) if labels[b, s] >= 0
+    ]
+    assert torch.allclose(token_mean(logits, labels, None), torch.stack(by_hand).mean())
+    assert torch.allclose(token_mean(logits, labels, None, count=7), torch.stack(by_hand).sum() / 7)
+
+
+def shifted(group) -> torch.Tensor:
+    return next_labels(shard(torch.arange(24).view(2, 12), group), group)
+
+
+def test_labels_are_shifted_across_the_borders_of_shards() -> None:
+    want = torch.cat((torch.arange(24).view(2, 12)[:, 1:], torch.full((2, 1), -100)), dim=1)
+    assert torch.equal(torch.cat(on_ranks(shifted, sp=4), dim=1), want)
+    assert torch.equal(shifted(None), want)
+
+
+def weights_of(group, ep: int) -> dict[str, torch.Tensor]:
+    model = LanguageModel(config(experts=EXPERTS), group=group, ep=ep, seed=3)
+    found = dict(model.named_parameters())
+    first = model.layers[0].mlp.experts.first
+    return {"first": torch.tensor(first), **{name: p.detach() for name, p in found.items()}}
+
+
+def test_every_expert_has_the_same_weights_whatever_ep_is() -> None:
+    whole = weights_of(None, 1)
+    assert not torch.equal(whole["layers.0.mlp.experts.down_proj"][0], whole["layers.0.mlp.experts.down_proj"][1])
+    for rank in on_ranks(weights_of, 2, sp=2):
+        first = int(rank.pop("first"))
+        for name, weight in rank.items():
+            own = whole[name][first : first + 2] if ".experts." in name else whole[name]
+            assert torch.equal(weight, own), name
+
+
+def test_dtype_does_not_change_the_draw_and_a_seed_does() -> None:
+    one, other = LanguageModel(config()), LanguageModel(config(), dtype=torch.float64)
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.double(), b)
+    assert not torch.equal(one.embed_tokens.weight, LanguageModel(config(), seed=1).embed_tokens.weight)
+    assert 0.9 < one.embed_tokens.weight.std() < 1.1
+    assert LanguageModel(config(tie_word_embeddings=True)).embed_tokens.weight.std() < 0.3
+
+
+def test_later_tokens_do_not_change_earlier_logits() -> None:
+    model = LanguageModel(config(experts=EXPERTS), dtype=torch.float64)
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    assert torch.allclose(before[:, :8], after[:, :8], rtol=0, atol=1e-13)
+    assert not torch.allclose(before[:, 8], after[:, 8])
+
+
+def test_bad_sizes_raise() -> None:
+    with pytest.raises(ValueError, match="vocab_size must be a whole number of at least 1, got 0"):
+        config(vocab_size=0)
+    with pytest.raises(ValueError, match="unknown form 'lega'"):
+        LanguageModel(config(), "lega")
+    refusal = pytest.raises(ValueError, match="a sequence of 11 tokens cannot be split evenly over sp=2")
+    with mock.patch("laga_core.training.degree", return_value=2), refusal:
+        shard(torch.zeros(1, 11), None)
