@@ -9,6 +9,8 @@ from typing import Any
 import altair as alt
 
 from ..config import MLAConfig
+from ..costs import FLOOR
+from ..costs.memory import memory_values
 from ..experiments import memory as experiment
 from ..memory import simulate_memory
 from ..results import Store
@@ -170,13 +172,18 @@ def sequence(rows: Sequence[Mapping[str, Any]], sp: int = 8) -> alt.LayerChart |
 def saved(seq: int = 16384, sp: int = 8) -> alt.LayerChart | alt.FacetChart:
     """What each form keeps between forward and backward under a memory-linear kernel, by role, and the floor."""
     controls = [choice("model", "Model ", ["paper-v3", "deepseek-v3"], ["as in the paper", "DeepSeek-V3"])]
+    labels = {**FORM_LABELS, "floor": "Floor of any exact method"}
     rows = []
     for model in ("paper-v3", "deepseek-v3"):
-        for form in FORM_LABELS:
-            held = simulate_memory(
-                MLAConfig.preset(model), form=form, kernel=experiment.FUSED, seq=seq, sp=sp
-            ).saved_breakdown
-            rows += [{"model": model, "form": form, "role": role, "mb": size / 1e6} for role, size in held.items()]
+        config = MLAConfig.preset(model)
+        kept = {
+            form: simulate_memory(config, form=form, kernel=experiment.FUSED, seq=seq, sp=sp).saved_breakdown
+            for form in FORM_LABELS
+        }
+        values = memory_values(config, seq=seq, sp=sp)
+        kept["floor"] = {role: int(size.subs(values)) for role, size in FLOOR.items()}
+        for form, roles in kept.items():
+            rows += [{"model": model, "form": form, "role": role, "mb": size / 1e6} for role, size in roles.items()]
     base = (
         alt.Chart(alt.InlineData(_placed(rows)))
         .transform_filter("datum.model == model")
@@ -184,9 +191,9 @@ def saved(seq: int = 16384, sp: int = 8) -> alt.LayerChart | alt.FacetChart:
     )
     y = alt.Y(
         "form:N",
-        sort=list(FORM_LABELS),
+        sort=list(labels),
         title=None,
-        axis=alt.Axis(labelExpr=case("datum.value", {k: f"'{v}'" for k, v in FORM_LABELS.items()})),
+        axis=alt.Axis(labelLimit=200, labelExpr=case("datum.value", {k: f"'{v}'" for k, v in labels.items()})),
     )
     bars = base.mark_bar().encode(
         x=alt.X("mb:Q", title="MB kept for backward, one layer", stack="zero"),
@@ -201,7 +208,10 @@ def saved(seq: int = 16384, sp: int = 8) -> alt.LayerChart | alt.FacetChart:
         .encode(x=alt.X("total:Q"), y=y, text=alt.Text("total:Q", format=",.0f"))
     )
     chart = alt.layer(bars, totals).properties(width=480, height=alt.Step(34)).add_params(*controls)
-    return dressed(chart, "Saved activations of one layer by role, for explicit, absorbed and Laga.")
+    return dressed(
+        chart,
+        "Saved activations of one layer by role, for explicit, absorbed and Laga, and the least that has to be kept.",
+    )
 
 
 def role_colour(rows: Iterable[Mapping[str, Any]]) -> alt.Color:
