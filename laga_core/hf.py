@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from .attention import MLAAttention
 from .config import MLAConfig
-from .forms import resolve_form
+from .forms import FORMS, resolve_form
 from .forms.projections import Attend
 from .kernels import Parts, attention
 from .loss import IGNORED, next_labels, token_mean
@@ -86,6 +86,8 @@ class _Attention(MLAAttention):
         cls, theirs: nn.Module, group: ProcessGroup | None, form: str, kernel: str, form_options: dict[str, Any]
     ) -> _Attention:
         _check_supported(theirs)
+        if form == "auto":
+            raise ValueError(f"form='auto' is not supported here; name one of {', '.join(FORMS)}")
         sizes = ("hidden_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         config = MLAConfig(
             **{name: getattr(theirs, name) for name in sizes},
@@ -109,12 +111,12 @@ class _Attention(MLAAttention):
     ) -> tuple[Tensor, None]:
         """``laga_lengths``: tokens of each whole sequence that are no padding; ``None`` where there is no padding."""
         self._check(hidden_states, None)
-        tokens = self._tokens(hidden_states.shape[1], None)
+        tokens = self._tokens(hidden_states.shape[1], None, self.form_options)
         attend = Attend(self.kernel, self.scale, True, tokens)
         if laga_lengths is not None:
             attend = _PaddedAttend(self.kernel, self.scale, True, tokens, laga_lengths)
         rotary = _rotary(position_embeddings, hidden_states)
-        out = self._form(self, hidden_states, rotary, attend, self.group, **self.form_options)
+        out = FORMS[self.form].function(self, hidden_states, rotary, attend, self.group, **self.form_options)
         return self.o_proj(out.flatten(2)), None
 
     @property

@@ -95,7 +95,7 @@ def run(
 
 
 def shape(mbit: float | None) -> None:
-    """Limit what this node sends to ``mbit`` megabits a second (``None``: no limit). Called on one rank of each node."""
+    """Limit what this node sends to ``mbit`` megabits a second (``None``: no limit). One rank of each node calls it."""
     subprocess.run(["tc", "qdisc", "del", "dev", "eth0", "root"], capture_output=True)
     if mbit is not None:
         # A burst of 2 ms, and at least one segment that the kernel hands over in one piece.
