@@ -169,7 +169,7 @@ def _draw(tiles: list[dict], labels: list[dict], captions: list[dict]) -> alt.La
         value="laga",
         bind=alt.binding_radio(options=list(_FORMS), labels=["Explicit", "Absorbed", "Laga"], name="Form "),
     )
-    step = alt.param(name="step", value=0, bind=alt.binding_range(min=0, max=STEPS, step=1, name="Step "))
+    step = alt.param(name="step", value=2, bind=alt.binding_range(min=0, max=STEPS, step=1, name="Step "))
     x = alt.X("x:Q", scale=alt.Scale(domain=[0, RANKS * (_WIDTH + _GAP)], nice=False), axis=None)
     down = alt.Scale(domain=[-9, _ROW * 6 - 1], reverse=True, nice=False)
     y = alt.Y("y:Q", scale=down, axis=None)

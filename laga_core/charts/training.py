@@ -33,13 +33,14 @@ def losses(records: Iterable[Record], title: str = "nats a token") -> alt.Chart:
     ]
     chart = (
         alt.Chart(alt.InlineData(rows))
+        .transform_calculate(dash="datum.form")  # a field of its own: one legend shown, the other not
         .mark_line(strokeWidth=2.5)
         .encode(
             x=alt.X("step:Q", title="step"),
             y=alt.Y("loss:Q", title=f"loss, {title}"),
             color=form_colour(),
             strokeDash=alt.StrokeDash(
-                "form:N",
+                "dash:N",
                 legend=None,
                 scale=alt.Scale(domain=list(convergence.FORMS), range=[[1, 0], [8, 6], [2, 6]]),
             ),
@@ -55,8 +56,8 @@ def differences(records: Iterable[Record]) -> alt.Chart:
     rows = convergence.differences(records)
     chart = (
         alt.Chart(alt.InlineData(rows))
-        .transform_calculate(shown=f"max(datum.difference, {FLOOR})")
-        .mark_line(point=alt.OverlayMarkDef(size=18), strokeWidth=1.5, opacity=0.9)
+        .transform_calculate(shown=f"max(datum.difference, {FLOOR})", dash="datum.pair")
+        .mark_line(strokeWidth=1.5, opacity=0.9)
         .encode(
             x=alt.X("step:Q", title="step"),
             y=_difference_axis("shown:Q", "difference of losses, nats"),
@@ -68,7 +69,7 @@ def differences(records: Iterable[Record]) -> alt.Chart:
                 ),
             ),
             strokeDash=alt.StrokeDash(
-                "pair:N",
+                "dash:N",
                 legend=None,
                 scale=alt.Scale(domain=[f"{a} − {b}" for a, b in convergence.PAIRS], range=[[1, 0], [1, 0], [4, 4]]),
             ),
@@ -159,7 +160,7 @@ def divergence(records: Iterable[Record]) -> alt.LayerChart | alt.FacetChart:
 
 def factors(rows: Sequence[Mapping[str, Any]]) -> alt.LayerChart | alt.FacetChart:
     """The two factors of each seed, on a logarithmic axis, with the paper's beside them."""
-    names = {"moe_over_dense": "divergence, experts / dense", "jump": "jump at the first flip"}
+    names = routing_noise.LABELS
     points = [
         {"factor": names[name], "value": row[name], "seed": row["seed"]}
         for row in rows
