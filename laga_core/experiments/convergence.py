@@ -277,7 +277,7 @@ def _run_layer(attention: MLAConfig, form: str, seq: int, seed: int) -> dict[str
     results = {"output": _all_ranks(out.detach(), group), "gradient of the input": _all_ranks(hidden.grad, group)}
     for name, weight in layer.named_parameters():
         assert weight.grad is not None
-        results[f"gradient of {name.removesuffix('.weight')}"] = weight.grad
+        results[f"gradient of {name.removesuffix('.weight').removesuffix('_with_mqa')}"] = weight.grad
     return results
 
 

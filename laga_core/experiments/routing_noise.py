@@ -30,6 +30,8 @@ MODELS = ("experts", "every expert", "dense")
 PAPER = {"moe_over_dense": 16, "jump": 1000}
 """What the paper reports (§8): by how much experts diverge more than dense, and the step at the first routing flip."""
 
+LABELS = {"moe_over_dense": "divergence, experts / dense", "jump": "jump at the first flip"}
+
 SIZES: dict[str, Any] = {
     "steps": 200,
     "seq": 256,
@@ -226,7 +228,7 @@ def beside_the_paper(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         values = [row[name] for row in rows if row[name] is not None]
         if values:
             spread = {"median": statistics.median(values), "least": min(values), "most": max(values)}
-            result.append({"factor": name, "reported": reported, **spread, "seeds": len(values)})
+            result.append({"factor": LABELS[name], "reported": reported, **spread, "seeds": len(values)})
     return result
 
 
