@@ -9,7 +9,7 @@ import altair as alt
 
 from ..experiments import convergence, routing_noise
 from ..results import Record
-from .theme import INK, choice, dressed, form_colour
+from .theme import FORM_LABELS, INK, case, choice, dressed, form_colour
 
 FLOOR = 1e-11  # where a difference of exactly zero is drawn, on an axis that has no zero
 MODEL_COLOURS = {"experts": "#CC79A7", "every expert": "#E69F00", "dense": "#56B4E9"}
@@ -31,17 +31,18 @@ def losses(records: Iterable[Record], title: str = "nats a token") -> alt.Chart:
         for r in records
         for step, loss in enumerate(r.metrics["loss"])
     ]
+    labels = case("datum.value", {form: f"'{label}'" for form, label in FORM_LABELS.items()})
     chart = (
         alt.Chart(alt.InlineData(rows))
-        .transform_calculate(dash="datum.form")  # a field of its own: one legend shown, the other not
         .mark_line(strokeWidth=2.5)
         .encode(
             x=alt.X("step:Q", title="step"),
             y=alt.Y("loss:Q", title=f"loss, {title}"),
             color=form_colour(),
             strokeDash=alt.StrokeDash(
-                "dash:N",
-                legend=None,
+                "form:N",
+                title=None,
+                legend=alt.Legend(title=None, labelExpr=labels),  # the colour's, so that the two are one
                 scale=alt.Scale(domain=list(convergence.FORMS), range=[[1, 0], [8, 6], [2, 6]]),
             ),
             tooltip=["form:N", "step:Q", alt.Tooltip("loss:Q", format=".6f")],
