@@ -1,5 +1,6 @@
 """Sequence-parallel training of Multi-head Latent Attention: three forms, their costs, and how to run them."""
 
+from . import hf
 from .attention import MLAAttention
 from .config import MLAConfig
 from .costs import communication
@@ -13,6 +14,7 @@ __all__ = [
     "MLAConfig",
     "all_reduce_gradients",
     "communication",
+    "hf",
     "launch",
     "shard_sequence",
     "simulate_memory",

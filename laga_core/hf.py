@@ -40,7 +40,8 @@ def apply(
 ) -> nn.Module:
     """Swap every attention of ``model`` and make it take shards; returns the same ``model``, changed.
 
-    ``model`` is a causal language model of ``transformers``, or its base model, with one of the :data:`ATTENTIONS`.
+    ``model`` is a causal language model of ``transformers``, or its base model, whose attention is DeepSeek-V2's
+    or V3's, or one that computes the same (``ATTENTIONS``).
     Parameters stay the same objects under the same names, so optimizers, ``state_dict`` and ``save_pretrained`` go on
     as before. Norms, rotary tables (whatever their scaling) and softmax scale stay the model's own. Afterwards
 
