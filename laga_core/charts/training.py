@@ -213,4 +213,6 @@ def _by_degree(chart: alt.Chart, rows: Sequence[Mapping[str, Any]]) -> alt.Chart
     degrees = sorted({row["sp"] for row in rows})
     if len(degrees) < 2:
         return chart
-    return chart.transform_filter("datum.sp == sp").add_params(choice("sp", "Ranks ", degrees))
+    # Where the curves of two degrees coincide, the title says which is drawn.
+    title = alt.TitleParams(text=alt.ExprRef("sp + (sp == 1 ? ' rank' : ' ranks')"), fontSize=12)
+    return chart.transform_filter("datum.sp == sp").properties(title=title).add_params(choice("sp", "Ranks ", degrees))
