@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import vl_convert
+from drawing import drawn
 
 from laga_core import MLAConfig, communication
 from laga_core.charts import communication as charts
@@ -16,18 +15,6 @@ from laga_core.charts import equivalence, theme
 from laga_core.experiments.communication import crossover, ratios
 
 V3 = MLAConfig.preset("deepseek-v3")
-
-
-def drawn(spec: dict[str, Any], **controls: Any) -> tuple[str, list[str]]:
-    """The SVG and its texts, after setting controls by name."""
-    spec = json.loads(json.dumps(spec))
-    for name, value in controls.items():
-        param = next(param for param in spec["params"] if param["name"] == name)
-        bind = param["bind"]
-        assert value in bind["options"] if "options" in bind else bind["min"] <= value <= bind["max"]
-        param["value"] = value
-    svg = vl_convert.vegalite_to_svg(json.dumps(spec))
-    return svg, re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
 @pytest.mark.parametrize(("sp", "seq", "heads"), [(8, 16384, 128), (4, 4096, 16), (64, 131072, 64)])

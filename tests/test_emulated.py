@@ -2,13 +2,11 @@
 
 import pytest
 
-from laga_core.experiments import emulated, netns, throughput
+from laga_core.experiments import emulated, throughput
 from laga_core.results import Store
 
-needs_namespaces = pytest.mark.skipif(netns.unavailable() is not None, reason=str(netns.unavailable()))
 
-
-@needs_namespaces
+@pytest.mark.usefixtures("namespaces")
 @pytest.mark.timeout(180)
 def test_a_small_cluster_counts_what_the_forms_send_and_is_not_run_twice(tmp_path):
     sizes = {"heads": 4, "hidden": 128, "seq": 256, "repeats": 1}

@@ -41,7 +41,6 @@ from laga_core.costs import (
     to_vega,
 )
 from laga_core.experiments import family as experiment
-from laga_core.experiments import netns
 from laga_core.parallel import degree, record_bytes
 from laga_core.sharding import TokenOrder, sequence_positions
 
@@ -341,7 +340,7 @@ def test_every_expression_has_a_latex_and_a_vega_face() -> None:
             assert "R" in to_latex(expression)
 
 
-@pytest.mark.skipif(netns.unavailable() is not None, reason=str(netns.unavailable()))
+@pytest.mark.usefixtures("namespaces")
 def test_bytes_on_the_link_between_two_emulated_nodes() -> None:
     rows = {row["member"]: row for row in experiment.node_bytes(128, ("explicit", "latent across"))}
     assert rows["latent across"]["part"] <= 1 / 30

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from needs import unavailable
 
 from laga_core.launch import LaunchError, LaunchTimeout, dismiss, join, launch
 
@@ -424,10 +425,7 @@ def require_root(what: str) -> None:
     import shutil
 
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        missing = f"{what} need root and iproute2"
-        if os.environ.get("CI") == "true":
-            pytest.fail(missing)
-        pytest.skip(missing)
+        unavailable(f"{what} need root and iproute2")
 
 
 LAUNCHING_NODE = """

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import pytest
-import vl_convert
+from drawing import drawn
 
 from laga_core import MLAConfig, simulate_memory
 from laga_core.charts import live, memory_explorer
 from laga_core.costs import memory_cost
-
-
-def drawn(spec: dict[str, Any], **controls: Any) -> list[str]:
-    """The texts of the chart after setting controls by name."""
-    spec = json.loads(json.dumps(spec))
-    for name, value in controls.items():
-        param = next(param for param in spec["params"] if param["name"] == name)
-        bind = param["bind"]
-        assert value in bind["options"] if "options" in bind else bind["min"] <= value <= bind["max"]
-        param["value"] = value
-    return re.findall(r"<text[^>]*>([^<]*)</text>", vl_convert.vegalite_to_svg(json.dumps(spec)))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +31,7 @@ def explorer() -> dict[str, Any]:
 def test_page_and_live_notebook_agree(
     explorer: dict[str, Any], model: str, kernel: str, score: str, power: int, sp: int, batch: int
 ) -> None:
-    page = drawn(explorer, model=model, kernel=kernel, score=score, log_seq=power, sp=sp, batch=batch)
+    _, page = drawn(explorer, model=model, kernel=kernel, score=score, log_seq=power, sp=sp, batch=batch)
     rows = live.memory_rows(model, 2**power, sp, batch, kernel, "joint" if kernel == "fused" else score)
     for row in rows:
         options = {"score": score} if row["form"] == "absorbed" and kernel == "eager" else {}
@@ -53,7 +41,7 @@ def test_page_and_live_notebook_agree(
 
 
 def test_the_longest_sequence_that_fits(explorer: dict[str, Any]) -> None:
-    page = drawn(explorer, model="paper-v3", kernel="eager", score="split", sp=8, device=80)
+    _, page = drawn(explorer, model="paper-v3", kernel="eager", score="split", sp=8, device=80)
     for form, options in (("Explicit", {}), ("Absorbed", {"score": "split"}), ("Laga", {})):
         text = next(each for each in page if each.startswith(f"{form} fits"))
         longest = int(re.sub(r"\D", "", text))
@@ -63,7 +51,7 @@ def test_the_longest_sequence_that_fits(explorer: dict[str, Any]) -> None:
 
 
 def test_the_puzzle_shows_the_headline() -> None:
-    page = drawn(memory_explorer.answer().to_dict())
+    _, page = drawn(memory_explorer.answer().to_dict())
     for form, options in (("explicit", {}), ("absorbed", {"score": "split"}), ("laga", {})):
         peak = simulate_memory(MLAConfig.preset("paper-v3"), form, "eager", 16384, 8, **options).peak_bytes
         assert f"{peak / 1e9:,.2f}" in page

@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from laga_core.experiments import netns
 
-pytestmark = pytest.mark.skipif(netns.unavailable() is not None, reason=str(netns.unavailable()))
+pytestmark = pytest.mark.usefixtures("namespaces")
 
 
-def namespaces() -> str:
+def listed() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
 def left() -> list[str]:
     """Namespaces of this process."""
-    return [name for name in namespaces().splitlines() if name.startswith(f"laga{os.getpid()}-")]
+    return [name for name in listed().splitlines() if name.startswith(f"laga{os.getpid()}-")]
 
 
 def send(size: int, mbit: float) -> tuple[int, float]:
@@ -65,7 +65,7 @@ def test_a_hang_ends() -> None:
 def test_an_error_leaves_no_namespace_and_leftovers_of_the_dead_are_removed() -> None:
     subprocess.run(["ip", "netns", "add", "laga4194305-0"], check=True)  # above the largest process id
     with pytest.raises(KeyError), netns.network(2) as names:
-        assert all(name in namespaces() for name in names)
-        assert "laga4194305-0" not in namespaces()
+        assert all(name in listed() for name in names)
+        assert "laga4194305-0" not in listed()
         raise KeyError
     assert not left()

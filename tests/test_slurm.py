@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from needs import unavailable
 
 from laga_core.results import Store
 
@@ -75,13 +76,6 @@ def cell(nnodes, nproc):
 parameters = {"nnodes": nnodes, "nproc": nproc}
 run_cell(Store(store), "two-nodes", parameters, cell, device="cpu", backend="gloo", ranks=nnodes * nproc)
 """
-
-
-def unavailable(why: str) -> None:
-    """Skip; in CI, fail."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(why)
-    pytest.skip(why)
 
 
 def installed() -> bool:

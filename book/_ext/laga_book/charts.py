@@ -80,7 +80,7 @@ def narrowed(spec: Spec) -> Spec:
     spec = one_column_legends(spec)
     if "hconcat" in spec:
         spec["vconcat"] = spec.pop("hconcat")
-    for part in spec.get("vconcat", [spec]):
+    for part in spec.get("vconcat", [spec.get("spec", spec)]):  # a facet's width is its inner spec's
         if isinstance(part.get("width"), int | float):
             part["width"] = min(part["width"], PHONE_WIDTH)
     return spec

@@ -69,7 +69,7 @@
       delete spec.hconcat;
       excess = Math.max(...spec.vconcat.map((part) => (part.width || 0) + MARGIN)) - room;
     }
-    for (const part of spec.vconcat || [spec]) {
+    for (const part of spec.vconcat || [spec.spec || spec]) {
       if (typeof part.width === "number") part.width = Math.min(part.width, Math.max(LEAST, part.width - excess));
     }
   }
