@@ -75,6 +75,9 @@ def test_controls_change_charts_and_settings_can_be_shared(open_page: Open, page
     if not has_chart(page_path):
         return
     seen = open_page(page_path)
+    for name in seen.chart_names:  # charts that share a name for a control do not take each other's choice away
+        chosen = seen.chart(name).root.locator(".vega-bind-radio")
+        assert all(row.locator("input:checked").count() == 1 for row in chosen.all()), name
     for name in seen.chart_names:
         chart = seen.chart(name)
         if not chart.controls:

@@ -169,6 +169,8 @@
       bind: staged,
       tooltip: { theme: "laga" },
     });
+    // Radio buttons of one name exclude each other in the whole page: each chart's get a name of their own.
+    for (const radio of staged.querySelectorAll("input[type=radio]")) radio.name = `${chart.id}.${radio.name}`;
     const places = [...controls.children];
     const rows = [...staged.querySelectorAll(".vega-bind")];
     rows.forEach((row, index) => places[index] && row.classList.add(...places[index].classList));
