@@ -10,8 +10,15 @@ import sympy
 import torch
 
 from ..config import MLAConfig
-from ..costs import ACCOUNTINGS, communication_expression, substitutions, to_vega, transfers
-from ..costs.symbols import HEADS, KV_LORA, NOPE, ROPE, SEQ, SP, VALUE
+from ..costs import (
+    ACCOUNTINGS,
+    communication_expression,
+    crossover_expression,
+    substitutions,
+    to_vega,
+    transfers,
+)
+from ..costs.symbols import HEADS, SEQ, SP
 from .theme import FORM_COLOURS, INK, case, choice, dressed, form_colour, slider
 
 Layers = alt.LayerChart | alt.FacetChart  # what alt.layer says it returns
@@ -29,9 +36,6 @@ RATIOS = {
     "as the paper counts": ("paper", {"key_rope": "replicated"}),
 }
 """How explicit / Laga may be counted: the accounting, and what explicit does."""
-
-CROSSOVER = HEADS * (NOPE + ROPE + VALUE) / (KV_LORA + ROPE)
-"""The degree at which explicit and Laga send alike on the wire."""
 
 
 def explorer(model: str = "deepseek-v3") -> alt.VConcatChart:
@@ -212,7 +216,7 @@ def _ratios(config: MLAConfig, chosen: bool = True) -> Layers:
     tie = "'equal at ' + format(datum.ranks, '.0f') + ' ranks'"
     equal = (
         alt.Chart(alt.InlineData([{"ratio": 1}]))
-        .transform_calculate(ranks=_vega(CROSSOVER, config, {}), label=tie)
+        .transform_calculate(ranks=_vega(crossover_expression(), config, {}), label=tie)
         .mark_text(align="right", dx=-2, dy=12, fontSize=12, color=INK)
         .encode(x=x, y=y, text="label:N")
     )

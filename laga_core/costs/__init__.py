@@ -1,7 +1,15 @@
 """Closed forms, written once in SymPy: evaluated here, typeset in the book, run in a widget."""
 
 from .choice import Cost, FormChoice, Machine, choose, cost, members
-from .communication import ACCOUNTINGS, Communication, Transfer, communication, communication_expression, transfers
+from .communication import (
+    ACCOUNTINGS,
+    Communication,
+    Transfer,
+    communication,
+    communication_expression,
+    crossover_expression,
+    transfers,
+)
 from .memory import (
     FLOOR,
     MemoryCost,
@@ -31,6 +39,7 @@ __all__ = [
     "communication",
     "communication_expression",
     "cost",
+    "crossover_expression",
     "longest_sequence",
     "members",
     "memory_cost",

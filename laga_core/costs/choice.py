@@ -1,12 +1,14 @@
 """Which form, by cost: arithmetic, bytes at two link speeds, and what is kept for backward.
 
 Each cost of a training step (forward and backward of one layer, on one rank) is a closed form in the symbols of
-:mod:`laga_core.costs.symbols`. :class:`Machine` turns them into seconds; :func:`choose` compares the members.
+:mod:`laga_core.costs.symbols` and of a :class:`Machine`; :func:`choose` compares the members, and the page of the
+planner does the same with the same expressions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -17,7 +19,8 @@ import torch
 from ..config import MLAConfig
 from ..forms import STRONG_EXPLICIT, check_form
 from ..sharding import check_layout
-from .communication import transfers
+from . import memory
+from .communication import Transfer, transfers
 from .symbols import (
     BATCH,
     CONTEXT,
@@ -25,6 +28,7 @@ from .symbols import (
     HIDDEN,
     ITEMSIZE,
     KV_LORA,
+    LATEX,
     NODE,
     NOPE,
     Q_LORA,
@@ -32,8 +36,22 @@ from .symbols import (
     SEQ,
     SP,
     VALUE,
+    check_counts,
     substitutions,
 )
+
+
+def _machine_symbol(name: str, latex: str) -> sympy.Symbol:
+    symbol = sympy.Symbol(name, positive=True)
+    LATEX[symbol] = latex
+    return symbol
+
+
+RATE = _machine_symbol("rate", "F")
+ATTENTION_RATE = _machine_symbol("attention_rate", r"F_\text{attention}")
+NODE_LINK = _machine_symbol("node_link", r"L_\text{node}")
+SLOW_LINK = _machine_symbol("slow_link", r"L_\text{slow}")
+LATENCY = _machine_symbol("latency", r"\tau")
 
 _HALF = sympy.Rational(1, 2)
 _TOKENS = BATCH * SEQ / SP  # of this rank
@@ -86,13 +104,19 @@ _TYPICAL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """One member's cost on a machine: seconds of a step, and bytes kept for backward. ``seconds`` sums the parts."""
+    """One member's cost on a machine: seconds and bytes of a step, forward and backward of one layer on one rank.
+
+    ``seconds`` sums ``compute``, ``transfer`` and ``latency``. ``sent_bytes`` is all that is sent, ``inter_node_bytes``
+    what of it leaves the node, ``saved_bytes`` what is kept between forward and backward.
+    """
 
     form: str
     options: dict[str, Any]
     compute: float
     transfer: float
     latency: float
+    sent_bytes: int
+    inter_node_bytes: int
     saved_bytes: int
 
     @property
@@ -100,9 +124,14 @@ class Cost:
         """Of forward and backward of one layer."""
         return self.compute + self.transfer + self.latency
 
+    @property
+    def kind(self) -> tuple[tuple[str, Any], ...]:
+        """What sort of member it is: all but the number of groups, the layout that goes with it, and overlap."""
+        options = {**self.options, "context": self.options.get("context", 1) > 1}
+        return (("form", self.form), *sorted((k, v) for k, v in options.items() if k not in ("layout", "overlap")))
+
     def __str__(self) -> str:
-        options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
-        return f"{self.form}({options})" if options else self.form
+        return in_words(self.form, self.options)
 
 
 @dataclass(frozen=True)
@@ -122,6 +151,37 @@ class FormChoice:
     def options(self) -> dict[str, Any]:
         """Its options."""
         return self.best.options
+
+    @property
+    def contenders(self) -> list[Cost]:
+        """The best of each kind, the one to take first."""
+        found: dict[Any, Cost] = {}
+        for each in (self.best, *self.weighed):
+            found.setdefault(each.kind, each)
+        return list(found.values())
+
+
+def in_words(form: str, options: Mapping[str, Any]) -> str:
+    """A member's name for people: ``"Laga, R = 2, query latent, overlap"``."""
+    if form != "laga":
+        strong = all(options.get(name) == value for name, value in STRONG_EXPLICIT.items())
+        return form if form != "explicit" else "strong explicit" if strong else "the paper's explicit"
+    said = {"context": f"R = {options.get('context', 1)}", "query": "query latent"}
+    return ", ".join(["Laga", *(said.get(name, name) for name in options if name != "layout")])
+
+
+def code(form: str, options: Mapping[str, Any], config: str, kernel: str = "auto") -> str:
+    """Python that makes the layer, for ``config`` a Python expression and ``group`` the ranks that share a sequence.
+
+    Where the tokens do not lie as contiguous shards a second line says how they do.
+    """
+    given = {"form": form, "kernel": kernel, **options}
+    named = {name: repr(value).replace("'", '"') for name, value in given.items()} | {"group": "group"}
+    line = f"layer = MLAAttention({config}, {', '.join(f'{name}={value}' for name, value in named.items())})"
+    if options.get("layout", "contiguous") == "contiguous":
+        return line
+    layout = ", ".join(f"{name}={named[name]}" for name in ("layout", "context"))
+    return f"{line}\nhidden = shard_sequence(hidden, group, {layout})"
 
 
 def arithmetic(
@@ -162,6 +222,9 @@ def saved_expression(form: str, query_latent: bool, **form_options: Any) -> symp
     The layer's input is among them; norms keep their input and one float32 a token.
     """
     o = {"context": 1, "query": "heads", "recompute": False, **form_options}
+    if form == "absorbed":
+        kept = memory.saved_expression(form, "fused", **form_options)
+        return kept.subs({memory.DIRECT: int(not query_latent), memory.ROTARY: 1})
     rotary = 2 * SEQ / SP * ROPE / 2 * ITEMSIZE
     norms = _TOKENS * 4 * (2 if query_latent else 1)
     down = _TOKENS * ITEMSIZE * ((2 * Q_LORA if query_latent else 0) + 2 * KV_LORA + ROPE)
@@ -174,8 +237,6 @@ def saved_expression(form: str, query_latent: bool, **form_options: Any) -> symp
     common = _TOKENS * HIDDEN * ITEMSIZE + rotary + rows * heads * _ROW_SUM + here
     if form == "explicit":
         return common + norms + down + query + key_value + here
-    if form == "absorbed":
-        raise ValueError("saved_expression knows explicit and laga; simulate_memory knows absorbed too")
     gathered = rows * Q_LORA * ITEMSIZE
     if o["recompute"]:
         others = (SP - 1) / SP * latent
@@ -207,18 +268,18 @@ def cost(
     options = check_form(config, sp, form, form_options)
     context = options.get("context", 1)
     check_layout(seq, sp, options.get("layout", "contiguous"), context)
-    numbers = substitutions(config, seq=seq, sp=sp, batch=batch, dtype=dtype, context=context)
+    numbers: dict[sympy.Symbol, float] = dict(
+        substitutions(config, seq=seq, sp=sp, batch=batch, dtype=dtype, context=context)
+    )
     numbers[NODE] = min(machine.ranks_per_node, sp)
-    found = {name: float(value) for name, value in _evaluated(form, config.causal, kernel, options, numbers).items()}
-    near, far = machine.node_link, machine.slow_link or machine.node_link
-    matmul = found["projections"] / machine.rate
-    attention = found["attention"] / (machine.attention_rate or machine.rate)
-    transfer = (found["wire"] - found["between nodes"]) / near + found["between nodes"] / far
-    if options.get("overlap"):
-        hop = (found["hop"] - found["hop between nodes"]) / near + found["hop between nodes"] / far
-        transfer -= min(hop, found["query"] / machine.rate)
+    numbers |= {RATE: machine.rate, ATTENTION_RATE: machine.attention_rate or machine.rate, LATENCY: machine.latency}
+    numbers |= {NODE_LINK: machine.node_link, SLOW_LINK: machine.slow_link or machine.node_link}
+    alike = {**options, "context": 2} if context > 1 else options  # their expressions are the same
+    function = _compiled(form, config.causal, kernel, tuple(alike.items()), tuple(numbers))
+    found = dict(zip(COSTS, function(*numbers.values()), strict=True))
+    sizes = {name: round(found[name]) for name in COSTS if name.endswith("bytes")}
     given = {key: value for key, value in options.items() if key in form_options}
-    return Cost(form, given, matmul + attention, transfer, found["calls"] * machine.latency, int(found["saved"]))
+    return Cost(form, given, found["compute"], found["transfer"], found["latency"], **sizes)
 
 
 def choose(
@@ -237,6 +298,7 @@ def choose(
     Where nothing fits it is the one that keeps least, and the reason says so. Raises ``ValueError`` where no member can
     run at this degree.
     """
+    check_counts(seq=seq, sp=sp, layers=layers, batch=batch)
     costs = [
         cost(config, form, seq, sp, machine, batch, dtype, kernel, **options)
         for form, options in members(config, seq, sp, layout)
@@ -251,91 +313,126 @@ def choose(
 
 
 def members(config: MLAConfig, seq: int, sp: int, layout: str = "contiguous") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The members that can run: the strong explicit, and Laga with each context, query, recomputation and overlap.
+    """The members that can run: the paper's explicit, the strong one, Laga with each context, query, recomputation and
+    overlap, and absorbed.
 
     At equal cost the earlier is taken, so the plainer comes first.
     """
-    if config.num_attention_heads % sp == 0:
+    shared = config.num_attention_heads % sp == 0
+    if shared:
+        yield "explicit", {}
         yield "explicit", dict(STRONG_EXPLICIT)
     queries = ("heads",) if config.q_lora_rank is None else ("heads", "latent")
-    contexts = [r for r in range(1, sp + 1) if sp % r == 0 and config.num_attention_heads % (sp // r) == 0]
-    for context in contexts:
-        if layout == "zigzag" and seq % (2 * context):
+    for context in range(1, sp + 1):
+        if sp % context or config.num_attention_heads % (sp // context) or (layout == "zigzag" and seq % (2 * context)):
             continue
-        for query in queries:
-            for recompute in (False, True):
-                for overlap in (False, True) if sp > 1 else (False,):
-                    options: dict[str, Any] = {"context": context, "query": query, "recompute": recompute}
-                    options = {**options, "overlap": overlap, "layout": layout}
-                    plain = {"context": 1, "query": "heads", "recompute": False, "overlap": False}
-                    if context == 1:
-                        plain["layout"] = layout
-                    yield "laga", {key: value for key, value in options.items() if plain.get(key) != value}
+        yield from (("laga", options) for options in laga_options(context, layout, queries, overlap=sp > 1))
+    if shared:
+        yield "absorbed", {}
 
 
-def _evaluated(
-    form: str, causal: bool, kernel: str, options: Mapping[str, Any], numbers: Mapping[sympy.Symbol, int]
-) -> dict[str, float]:
-    symbols = tuple(numbers)
-    names, function = _compiled(form, causal, kernel, tuple(options.items()), symbols)
-    return dict(zip(names, function(*(numbers[symbol] for symbol in symbols)), strict=True))
+def laga_options(context: int, layout: str, queries: Iterable[str], overlap: bool) -> Iterator[dict[str, Any]]:
+    """Options of the members of Laga with one ``context``, plainer ones first; defaults are left out."""
+    split = {"context": context, "layout": layout} if context > 1 else {}
+    if layout == "contiguous":
+        split.pop("layout", None)
+    for query, recompute, overlapped in itertools.product(
+        queries, (False, True), (False, True) if overlap else (False,)
+    ):
+        chosen = {"query": query, "recompute": recompute, "overlap": overlapped}
+        yield split | {name: value for name, value in chosen.items() if value not in ("heads", False)}
+
+
+COSTS = ("compute", "transfer", "latency", "sent_bytes", "inter_node_bytes", "saved_bytes")
+"""What a member's cost is made of: seconds, then bytes; fields of :class:`Cost`."""
 
 
 @lru_cache(maxsize=256)
 def _compiled(
     form: str, causal: bool, kernel: str, options: tuple[tuple[str, Any], ...], symbols: tuple[sympy.Symbol, ...]
-) -> tuple[list[str], Any]:
-    expressions = _expressions(form, causal, kernel, Q_LORA in symbols, **dict(options))
-    return list(expressions), sympy.lambdify(symbols, list(expressions.values()), "math")
+) -> Callable[..., list[float]]:
+    expressions = cost_expressions(form, causal, Q_LORA in symbols, kernel, **dict(options))
+    return sympy.lambdify(symbols, list(expressions.values()), "math")
 
 
-def _expressions(form: str, causal: bool, kernel: str, query_latent: bool, **options: Any) -> dict[str, sympy.Expr]:
-    """All that a member's cost is made of, forward and backward together."""
-    forward, backward = (arithmetic(form, causal, query_latent, d, **options) for d in ("forward", "backward"))
-    moved = [t for d in ("forward", "backward") for t in transfers(form, d, kernel, **options)]
-    # What overlap hides: the latent's first hop, under the work on the query that does not need it.
-    hop = next(
-        (t for t in moved if t.tensor == "latent across"), next((t for t in moved if t.tensor == "latent"), None)
-    )
-    query = _TOKENS * (HIDDEN * Q_LORA if query_latent else HIDDEN * HEADS * (NOPE + ROPE))
-    if query_latent and options.get("query") != "latent":
-        query += _TOKENS * Q_LORA * HEADS * (NOPE + ROPE)
+def cost_expressions(
+    form: str, causal: bool, query_latent: bool, kernel: str = "tiled", **form_options: Any
+) -> dict[str, sympy.Expr]:
+    """:data:`COSTS` of a member, forward and backward together, in the symbols of the model and of the machine."""
+    both = [arithmetic(form, causal, query_latent, d, **form_options) for d in ("forward", "backward")]
+    moved = [t for d in ("forward", "backward") for t in transfers(form, d, kernel, **form_options)]
+    sent = sympy.Add(*(t.bytes_sent("wire") for t in moved))
+    outside = sympy.Add(*(t.bytes_between_nodes() for t in moved))
+    transfer = _seconds(sent, outside)
+    if form_options.get("overlap"):
+        # What overlap hides: the latent's first hop, under the work on the query that does not need it.
+        hop = next((t for t in moved if t.tensor == "latent across"), None) or next(
+            t for t in moved if t.tensor == "latent"
+        )
+        query = _TOKENS * (HIDDEN * Q_LORA if query_latent else HIDDEN * HEADS * (NOPE + ROPE))
+        if query_latent and form_options.get("query") != "latent":
+            query += _TOKENS * Q_LORA * HEADS * (NOPE + ROPE)
+        hidden = 2 * _seconds(hop.bytes_sent("wire"), hop.bytes_between_nodes())
+        transfer -= sympy.Min(hidden, 6 * query / RATE, evaluate=False)
     return {
-        "projections": forward[0] + backward[0],
-        "attention": forward[1] + backward[1],
-        "query": 6 * query,
-        "wire": sympy.Add(*(t.bytes_sent("wire") for t in moved)),
-        "between nodes": sympy.Add(*(t.bytes_between_nodes() for t in moved)),
-        "hop": 2 * hop.bytes_sent("wire") if hop else sympy.S.Zero,
-        "hop between nodes": 2 * hop.bytes_between_nodes() if hop else sympy.S.Zero,
-        "calls": sympy.Add(*(sympy.Min(1, t.ranks - 1) for t in _calls(moved, options))),
-        "saved": saved_expression(form, query_latent, **options),
+        "compute": sum(each[0] for each in both) / RATE + sum(each[1] for each in both) / ATTENTION_RATE,
+        "transfer": transfer,
+        "latency": sympy.Add(*(sympy.Min(1, t.ranks - 1) for t in _calls(moved, form_options))) * LATENCY,
+        "sent_bytes": sent,
+        "inter_node_bytes": outside,
+        "saved_bytes": saved_expression(form, query_latent, **form_options),
     }
 
 
-def _calls(moved: list[Any], options: Mapping[str, Any]) -> list[Any]:
+def _seconds(sent: sympy.Expr, outside: sympy.Expr) -> sympy.Expr:
+    return (sent - outside) / NODE_LINK + outside / SLOW_LINK
+
+
+def _calls(moved: list[Transfer], options: Mapping[str, Any]) -> list[Transfer]:
     """One transfer for each collective: those that travel together count once."""
     together = {"row sums"}
     if options.get("packed"):
         together |= {"key", "value", "rotary key"}
-    if options.get("query") == "latent" and not (options.get("overlap") and options.get("context") == 1):
+    if options.get("query") == "latent" and not (options.get("overlap") and options.get("context", 1) == 1):
         together |= {"query latent"}
     return [t for t in moved if t.tensor not in together]
 
 
+REASON = {
+    "best": "{best}: {seconds} ms a layer by the cost model ({compute} computing, {transfer} sending, {latency} in "
+    "latency), {kept} GB kept",
+    "nothing fits": "; nothing fits the {memory} GB there are, this keeps least",
+    "quicker": "; {quickest} would be quicker ({quickest_seconds} ms) but does not fit",
+    "other": "; {other} would take {ratio} times as long, and send {other_sent} MB ({other_outside} between nodes) "
+    "where this sends {sent} ({outside})",
+}
+"""The sentences of a reason, as the page of the planner tells it too."""
+
+
 def _reason(best: Cost, costs: list[Cost], fitting: list[Cost], machine: Machine, layers: int) -> str:
     """Why, in words."""
-    parts = ", ".join(
-        f"{1e3 * value:.3g} ms {name}"
-        for name, value in (("computing", best.compute), ("sending", best.transfer), ("in latency", best.latency))
-    )
-    kept = layers * best.saved_bytes / 1e6
-    text = f"{best}: {1e3 * best.seconds:.3g} ms a layer by the cost model ({parts}), {kept:.0f} MB kept"
-    if not fitting:
-        return f"{text}; nothing fits the {(machine.memory or 0) / 1e6:.0f} MB there are, this keeps least"
-    if costs[0] is not best:
-        text += f"; {costs[0]} would be quicker ({1e3 * costs[0].seconds:.3g} ms) but does not fit"
     other = next((c for c in fitting if c.form != best.form), None)
-    if other is not None:
-        text += f"; {other} would take {other.seconds / best.seconds:.2f} times as long"
-    return text
+    told = {
+        "best": True,
+        "nothing fits": not fitting,
+        "quicker": bool(fitting) and costs[0] is not best,
+        "other": other is not None,
+    }
+    quickest, against = costs[0], other or best
+    numbers = {
+        "seconds": 1e3 * best.seconds,
+        "compute": 1e3 * best.compute,
+        "transfer": 1e3 * best.transfer,
+        "latency": 1e3 * best.latency,
+        "kept": layers * best.saved_bytes / 1e9,
+        "memory": (machine.memory or 0) / 1e9,
+        "quickest_seconds": 1e3 * quickest.seconds,
+        "ratio": against.seconds / best.seconds,
+        "other_sent": against.sent_bytes / 1e6,
+        "other_outside": against.inter_node_bytes / 1e6,
+        "sent": best.sent_bytes / 1e6,
+        "outside": best.inter_node_bytes / 1e6,
+    }
+    values = {name: f"{value:,.2f}" for name, value in numbers.items()}
+    values |= {"best": str(best), "quickest": str(quickest), "other": str(other)}
+    return "".join(text for name, text in REASON.items() if told[name]).format(**values)

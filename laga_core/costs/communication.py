@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import sympy
@@ -58,10 +59,15 @@ class Transfer:
 
     def bytes_sent(self, accounting: str) -> sympy.Expr:
         """Bytes that one rank sends, as an expression in the symbols of the closed forms."""
+        return self.share(accounting) * self._shard
+
+    def share(self, accounting: str) -> sympy.Expr:
+        """How many times the bytes of its shard one rank sends."""
         factor = ACCOUNTINGS[accounting][self.collective]
-        if self.ranks != SP:  # a part of the ranks may be a single one, which sends nothing
-            factor = factor.subs(SP, self.ranks) if factor.has(SP) else factor * sympy.Min(1, self.ranks - 1)
-        return factor * self._shard
+        if self.ranks == SP:
+            return factor
+        # A part of the ranks may be a single one, which sends nothing.
+        return factor.subs(SP, self.ranks) if factor.has(SP) else factor * sympy.Min(1, self.ranks - 1)
 
     def bytes_between_nodes(self) -> sympy.Expr:
         """Those of the wire bytes that leave the node, where ``ranks_per_node`` neighbours share one."""
@@ -132,6 +138,14 @@ def communication_expression(
     """Bytes one rank sends in one forward (or backward), as one expression."""
     _check_accounting(accounting)
     return sympy.Add(*(t.bytes_sent(accounting) for t in transfers(form, direction, kernel, **form_options)))
+
+
+@cache
+def crossover_expression() -> sympy.Expr:
+    """The degree above one at which explicit and Laga send alike on the wire."""
+    difference = sympy.factor(communication_expression("explicit") - communication_expression("laga"))
+    (crossover,) = (degree for degree in sympy.solve(difference, SP) if degree != 1)
+    return crossover
 
 
 @dataclass(frozen=True)

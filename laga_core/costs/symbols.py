@@ -51,11 +51,16 @@ def check_sizes(
             f"expected an MLAConfig, got {type(config).__name__}; see MLAConfig.preset and MLAConfig.from_hf"
         )
     _, complete = resolve_form(form, form_options)
-    for name, value in (("sequence parallel degree sp", sp), ("seq", seq), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    check_counts(**{"sequence parallel degree sp": sp}, seq=seq, batch=batch)
     FORMS[form].check(config, sp, complete)
     check_layout(seq, sp, complete.get("layout", "contiguous"), complete.get("context", 1))
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ``ValueError`` unless each of these is a whole number of at least 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def substitutions(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..attention import MLAAttention
 from ..config import MLAConfig
-from ..costs import ACCOUNTINGS, communication
+from ..costs import ACCOUNTINGS, communication, crossover_expression, substitutions
 from ..launch import launch
 from ..parallel import record_bytes
 from ..results import Record, Store, provenance
@@ -88,8 +88,8 @@ def ratios(config: MLAConfig, degrees: Iterable[int], seq: int) -> list[dict[str
 
 
 def crossover(config: MLAConfig) -> float:
-    """The degree at which explicit and Laga send alike on the wire: heads · (nope + rope + v) / (latent + rope)."""
-    return config.num_attention_heads * (config.qk_head_dim + config.v_head_dim) / config.latent_dim
+    """The degree at which explicit and Laga send alike on the wire."""
+    return float(crossover_expression().subs(substitutions(config, seq=1, sp=1, batch=1, dtype=torch.bfloat16)))
 
 
 def ledger_check(

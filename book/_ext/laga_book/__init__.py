@@ -1,4 +1,4 @@
-"""The book's own Sphinx extension: charts that compute in the page, math without a script, pages that stay offline."""
+"""The book's own Sphinx extension: charts that compute in the page, formulas from the code, pages that stay offline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from . import charts, mathml, offline
+from . import charts, closed_form, mathml, offline
 
 STATIC = Path(__file__).parent / "static"
 
@@ -20,6 +20,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", add_static)
     app.add_css_file("laga-book.css")
     charts.setup(app)
+    closed_form.setup(app)
     mathml.setup(app)
     offline.setup(app)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
