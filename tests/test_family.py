@@ -402,7 +402,7 @@ def test_auto_runs_what_it_picks() -> None:
     by_rank = on_ranks(automatic, sp=4)
     assert all(found[:3] == by_rank[0][:3] for found in by_rank)
     form, options, reason, _ = by_rank[0]
-    assert form == "laga" and options.get("context") == 4 and "context=4" in reason
+    assert form == "laga" and options.get("context") == 4 and "R = 4" in reason
     assert max(found[3][0] for found in by_rank) <= 1e-12
 
 
