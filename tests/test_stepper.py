@@ -115,7 +115,7 @@ def unpacked(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     if len(heads) == 1 and heads[0] > 1:
         return [shape]
     latent, query = SMALL.latent_dim, SMALL.q_lora_rank or 0
-    found = [(tokens, query)] if size % latent == query else []
+    found: list[tuple[int, ...]] = [(tokens, query)] if size % latent == query else []
     return [*found, (tokens * (size // latent), latent)] if size // latent else found
 
 

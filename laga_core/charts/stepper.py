@@ -16,20 +16,22 @@ from .theme import INK, choice, dressed, slider
 _QUARTER_COLOURS = ["#332288", "#44AA99", "#DDCC77", "#AA4499"]  # Paul Tol's muted scheme
 _ROW = 6.2  # from one tensor to the next, in quarters of the heads
 _WIDTH, _GAP = 4.0, 1.2  # a rank's column is four quarters of the sequence wide
+Layers = alt.LayerChart | alt.FacetChart  # what alt.layer says it returns
+
 FORMS = ("explicit", "absorbed", "laga")
 
 
-def stepper() -> alt.LayerChart:
+def stepper() -> Layers:
     """The three forms on four ranks, under a form control and a step control."""
     return _draw(FORMS, "laga", "Form ", nodes=False)
 
 
-def family_stepper() -> alt.LayerChart:
+def family_stepper() -> Layers:
     """The family beside the forms, on two nodes of two ranks; of the bytes sent, those between the nodes are told."""
     return _draw(tuple(MEMBERS), "context", "Member ", nodes=True)
 
 
-def _draw(names: Sequence[str], first: str, label: str, nodes: bool) -> alt.LayerChart:
+def _draw(names: Sequence[str], first: str, label: str, nodes: bool) -> Layers:
     config, seq = MLAConfig.preset("deepseek-v3"), 16384
     tiles, labels, captions, most = [], [], [], 0
     for name in names:
@@ -99,7 +101,7 @@ def _tiles(tensor: Tensor, member: Member, top: float, nodes: bool) -> list[dict
     return tiles
 
 
-def _layers(tiles: list[dict], labels: list[dict], captions: list[dict], rows: int, nodes: bool) -> alt.LayerChart:
+def _layers(tiles: list[dict], labels: list[dict], captions: list[dict], rows: int, nodes: bool) -> Layers:
     x = alt.X("x:Q", scale=alt.Scale(domain=[0, _left(RANKS - 1, nodes) + _WIDTH], nice=False), axis=None)
     down = alt.Scale(domain=[-11, _ROW * rows - 1], reverse=True, nice=False)
     y = alt.Y("y:Q", scale=down, axis=None)
