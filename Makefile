@@ -25,7 +25,7 @@ test: book $(TEST_READY) browser
 	@$(PY) -m pytest
 
 lint: $(TEST_READY)
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/codespell && .venv/bin/mypy
 
 bench: $(RUN_READY)
 	@$(PY) -m benchmarks
