@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import sympy
 import torch
 
 from ..config import MLAConfig
-from ..forms import STRONG_EXPLICIT, check_form
+from ..forms import STRONG_EXPLICIT, check_form, resolve_form
 from ..sharding import check_layout
 from . import memory
 from .communication import Transfer, transfers
@@ -28,7 +28,6 @@ from .symbols import (
     HIDDEN,
     ITEMSIZE,
     KV_LORA,
-    LATEX,
     NODE,
     NOPE,
     Q_LORA,
@@ -40,22 +39,14 @@ from .symbols import (
     substitutions,
 )
 
-
-def _machine_symbol(name: str, latex: str) -> sympy.Symbol:
-    symbol = sympy.Symbol(name, positive=True)
-    LATEX[symbol] = latex
-    return symbol
-
-
-RATE = _machine_symbol("rate", "F")
-ATTENTION_RATE = _machine_symbol("attention_rate", r"F_\text{attention}")
-NODE_LINK = _machine_symbol("node_link", r"L_\text{node}")
-SLOW_LINK = _machine_symbol("slow_link", r"L_\text{slow}")
-LATENCY = _machine_symbol("latency", r"\tau")
-
 _HALF = sympy.Rational(1, 2)
 _TOKENS = BATCH * SEQ / SP  # of this rank
 _ROW_SUM = sympy.Max(4, ITEMSIZE)  # bytes: float32, or float64 for float64
+
+PARTS = ("projections", "attention", "sent", "outside", "hop", "hop_outside", "under_hop", "calls", "saved")
+"""What a member's cost is made of, in operations and bytes: :func:`cost_parts`."""
+RATES = ("rate", "attention_rate", "node_link", "slow_link", "latency")
+"""What turns them into seconds; as in :class:`Machine`."""
 
 
 @dataclass(frozen=True)
@@ -163,11 +154,14 @@ class FormChoice:
 
 def in_words(form: str, options: Mapping[str, Any]) -> str:
     """A member's name for people: ``"Laga, R = 2, query latent, overlap"``."""
+    _, plain = resolve_form(form, {})
+    changed = {name: value for name, value in options.items() if value != plain[name] and name != "layout"}
     if form != "laga":
-        strong = all(options.get(name) == value for name, value in STRONG_EXPLICIT.items())
-        return form if form != "explicit" else "strong explicit" if strong else "the paper's explicit"
-    said = {"context": f"R = {options.get('context', 1)}", "query": "query latent"}
-    return ", ".join(["Laga", *(said.get(name, name) for name in options if name != "layout")])
+        return (
+            form if form != "explicit" else "strong explicit" if changed == STRONG_EXPLICIT else "the paper's explicit"
+        )
+    said = {"context": "R = {}", "query": "query latent", "head_chunk": "{} heads at a time"}
+    return ", ".join(["Laga", *(said.get(name, name).format(value) for name, value in changed.items())])
 
 
 def code(form: str, options: Mapping[str, Any], config: str, kernel: str = "auto") -> str:
@@ -268,18 +262,17 @@ def cost(
     options = check_form(config, sp, form, form_options)
     context = options.get("context", 1)
     check_layout(seq, sp, options.get("layout", "contiguous"), context)
-    numbers: dict[sympy.Symbol, float] = dict(
-        substitutions(config, seq=seq, sp=sp, batch=batch, dtype=dtype, context=context)
-    )
+    numbers = substitutions(config, seq=seq, sp=sp, batch=batch, dtype=dtype, context=context)
     numbers[NODE] = min(machine.ranks_per_node, sp)
-    numbers |= {RATE: machine.rate, ATTENTION_RATE: machine.attention_rate or machine.rate, LATENCY: machine.latency}
-    numbers |= {NODE_LINK: machine.node_link, SLOW_LINK: machine.slow_link or machine.node_link}
     alike = {**options, "context": 2} if context > 1 else options  # their expressions are the same
     function = _compiled(form, config.causal, kernel, tuple(alike.items()), tuple(numbers))
-    found = dict(zip(COSTS, function(*numbers.values()), strict=True))
-    sizes = {name: round(found[name]) for name in COSTS if name.endswith("bytes")}
+    parts = dict(zip(PARTS, function(*numbers.values()), strict=True))
+    otherwise = {"attention_rate": machine.rate, "slow_link": machine.node_link}
+    rates = (getattr(machine, name) or otherwise[name] for name in RATES)
+    compute, transfer, latency = _compiled_seconds()(*parts.values(), *rates)
+    sent, outside, saved = (round(parts[name]) for name in ("sent", "outside", "saved"))
     given = {key: value for key, value in options.items() if key in form_options}
-    return Cost(form, given, found["compute"], found["transfer"], found["latency"], **sizes)
+    return Cost(form, given, compute, transfer, latency, sent, outside, saved)
 
 
 def choose(
@@ -343,49 +336,64 @@ def laga_options(context: int, layout: str, queries: Iterable[str], overlap: boo
         yield split | {name: value for name, value in chosen.items() if value not in ("heads", False)}
 
 
-COSTS = ("compute", "transfer", "latency", "sent_bytes", "inter_node_bytes", "saved_bytes")
-"""What a member's cost is made of: seconds, then bytes; fields of :class:`Cost`."""
-
-
 @lru_cache(maxsize=256)
 def _compiled(
     form: str, causal: bool, kernel: str, options: tuple[tuple[str, Any], ...], symbols: tuple[sympy.Symbol, ...]
 ) -> Callable[..., list[float]]:
-    expressions = cost_expressions(form, causal, Q_LORA in symbols, kernel, **dict(options))
-    return sympy.lambdify(symbols, list(expressions.values()), "math")
+    parts = cost_parts(form, causal, Q_LORA in symbols, kernel, **dict(options))
+    return sympy.lambdify(symbols, list(parts.values()), "math")
 
 
-def cost_expressions(
-    form: str, causal: bool, query_latent: bool, kernel: str = "tiled", **form_options: Any
-) -> dict[str, sympy.Expr]:
-    """:data:`COSTS` of a member, forward and backward together, in the symbols of the model and of the machine."""
-    both = [arithmetic(form, causal, query_latent, d, **form_options) for d in ("forward", "backward")]
-    moved = [t for d in ("forward", "backward") for t in transfers(form, d, kernel, **form_options)]
-    sent = sympy.Add(*(t.bytes_sent("wire") for t in moved))
-    outside = sympy.Add(*(t.bytes_between_nodes() for t in moved))
-    transfer = _seconds(sent, outside)
-    if form_options.get("overlap"):
-        # What overlap hides: the latent's first hop, under the work on the query that does not need it.
-        hop = next((t for t in moved if t.tensor == "latent across"), None) or next(
-            t for t in moved if t.tensor == "latent"
-        )
-        query = _TOKENS * (HIDDEN * Q_LORA if query_latent else HIDDEN * HEADS * (NOPE + ROPE))
-        if query_latent and form_options.get("query") != "latent":
-            query += _TOKENS * Q_LORA * HEADS * (NOPE + ROPE)
-        hidden = 2 * _seconds(hop.bytes_sent("wire"), hop.bytes_between_nodes())
-        transfer -= sympy.Min(hidden, 6 * query / RATE, evaluate=False)
+@cache
+def _compiled_seconds() -> Callable[..., list[float]]:
+    return sympy.lambdify([*PARTS, *RATES], list(seconds_expressions().values()), "math")
+
+
+def seconds_expressions() -> dict[str, sympy.Expr]:
+    """Seconds of a step that go into computing, transfer and latency, in symbols named as :data:`PARTS` and
+    :data:`RATES`."""
+    of = {name: sympy.Symbol(name) for name in (*PARTS, *RATES)}
+
+    def on_links(sent: str, outside: str) -> sympy.Expr:
+        return (of[sent] - of[outside]) / of["node_link"] + of[outside] / of["slow_link"]
+
+    hidden = sympy.Min(on_links("hop", "hop_outside"), of["under_hop"] / of["rate"], evaluate=False)
     return {
-        "compute": sum(each[0] for each in both) / RATE + sum(each[1] for each in both) / ATTENTION_RATE,
-        "transfer": transfer,
-        "latency": sympy.Add(*(sympy.Min(1, t.ranks - 1) for t in _calls(moved, form_options))) * LATENCY,
-        "sent_bytes": sent,
-        "inter_node_bytes": outside,
-        "saved_bytes": saved_expression(form, query_latent, **form_options),
+        "compute": of["projections"] / of["rate"] + of["attention"] / of["attention_rate"],
+        "transfer": on_links("sent", "outside") - hidden,
+        "latency": of["calls"] * of["latency"],
     }
 
 
-def _seconds(sent: sympy.Expr, outside: sympy.Expr) -> sympy.Expr:
-    return (sent - outside) / NODE_LINK + outside / SLOW_LINK
+def cost_parts(
+    form: str, causal: bool, query_latent: bool, kernel: str = "tiled", **form_options: Any
+) -> dict[str, sympy.Expr]:
+    """:data:`PARTS` of a member, forward and backward together, as closed forms.
+
+    ``sent`` bytes leave the rank, ``outside`` the node. Under ``overlap`` the latent's first ``hop`` is hidden behind
+    what the projections do for the query meanwhile, ``under_hop``.
+    """
+    both = [arithmetic(form, causal, query_latent, d, **form_options) for d in ("forward", "backward")]
+    moved = [t for d in ("forward", "backward") for t in transfers(form, d, kernel, **form_options)]
+    hop, query = [], sympy.S.Zero
+    if form_options.get("overlap"):
+        first = "latent across" if form_options.get("context", 1) > 1 else "latent"
+        hop = [t for t in moved if t.tensor == first]
+        query = _TOKENS * (HIDDEN * Q_LORA if query_latent else HIDDEN * HEADS * (NOPE + ROPE))
+        if query_latent and form_options.get("query") != "latent":
+            query += _TOKENS * Q_LORA * HEADS * (NOPE + ROPE)
+    found = (
+        sum(each[0] for each in both),
+        sum(each[1] for each in both),
+        sympy.Add(*(t.bytes_sent("wire") for t in moved)),
+        sympy.Add(*(t.bytes_between_nodes() for t in moved)),
+        sympy.Add(*(t.bytes_sent("wire") for t in hop)),
+        sympy.Add(*(t.bytes_between_nodes() for t in hop)),
+        6 * query,
+        sympy.Add(*(sympy.Min(1, t.ranks - 1) for t in _calls(moved, form_options))),
+        saved_expression(form, query_latent, **form_options),
+    )
+    return dict(zip(PARTS, found, strict=True))
 
 
 def _calls(moved: list[Transfer], options: Mapping[str, Any]) -> list[Transfer]:

@@ -83,5 +83,15 @@ def to_latex(expression: sympy.Expr) -> str:
 
 def to_vega(expression: sympy.Expr, names: Mapping[str, str] | None = None) -> str:
     """The expression as a Vega expression over signals named as its symbols, or as ``names`` maps them."""
-    renamed = expression.subs({symbol: sympy.Symbol((names or {}).get(symbol.name, symbol.name)) for symbol in LATEX})
-    return JavascriptCodePrinter({"strict": True}).doprint(renamed).replace("Math.", "")
+    return _VegaPrinter(names or {}).doprint(expression).replace("Math.", "")
+
+
+class _VegaPrinter(JavascriptCodePrinter):
+    """Writes symbols by other names; to put other symbols in would evaluate everything again."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__({"strict": True})
+        self.names = names
+
+    def _print_Symbol(self, symbol: sympy.Symbol) -> str:
+        return self.names.get(symbol.name, symbol.name)
