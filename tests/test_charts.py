@@ -17,17 +17,40 @@ from laga_core.experiments.communication import crossover, ratios
 V3 = MLAConfig.preset("deepseek-v3")
 
 
-@pytest.mark.parametrize(("sp", "seq", "heads"), [(8, 16384, 128), (4, 4096, 16), (64, 131072, 64)])
+@pytest.mark.parametrize(
+    ("sp", "seq", "heads", "groups"),
+    [(8, 16384, 128, 1), (16, 16384, 128, 2), (4, 4096, 16, 16), (64, 131072, 64, 8), (64, 16384, 16, 2)],
+)
+@pytest.mark.parametrize("counted", ["wire", "nodes", "paper"])
+def test_explorer_follows_its_controls(counted: str, sp: int, seq: int, heads: int, groups: int) -> None:
+    controls = {"accounting": counted, "sp": sp, "seq": seq, "heads": heads, "groups": groups}
+    _, texts = drawn(charts.explorer().to_dict(), **controls)
+    config, context = replace(V3, num_attention_heads=heads), min(groups, sp)
+    for name, (form, options) in charts.VARIANTS.items():
+        in_laga = form == "laga"
+        label = name + (f", R = {context}" if in_laga and context > 1 else "") + ": "
+        shared = sp // context if in_laga else sp
+        if heads % shared:
+            assert f"{label}{heads} heads do not split over {shared} ranks" in texts
+            continue
+        given = {**options, "context": context} if in_laga else options
+        accounting = "paper" if counted == "paper" else "wire"
+        sent = communication(config, form, seq, sp, accounting, ranks_per_node=8 if sp > 8 else sp, **given)
+        total = sent.inter_node_bytes if counted == "nodes" else sent.total_bytes
+        assert total is not None
+        found = next(text for text in texts if text.startswith(label))
+        assert found.startswith(f"{label}{total / 1e6:,.1f} MB"), found
+        if counted != "nodes":
+            gathered = sent.by_collective.get("all_gather", 0)
+            assert found.endswith(f", {gathered / 1e6:,.1f} gathered" if gathered else "MB"), found
+
+
+@pytest.mark.parametrize(("sp", "heads"), [(8, 128), (4, 16), (64, 64)])
 @pytest.mark.parametrize("accounting", ["wire", "paper"])
-def test_explorer_follows_its_controls(accounting: str, sp: int, seq: int, heads: int) -> None:
-    _, texts = drawn(charts.explorer().to_dict(), accounting=accounting, sp=sp, seq=seq, heads=heads)
+def test_ratios_follow_their_controls(accounting: str, sp: int, heads: int) -> None:
+    _, texts = drawn(charts.ratios().to_dict(), accounting=accounting, sp=sp, heads=heads)
     config = replace(V3, num_attention_heads=heads)
-    for form, options in charts.VARIANTS.values():
-        sent = communication(config, form, seq, sp, accounting, **options)
-        gathered = sent.by_collective.get("all_gather", 0)
-        label = f"{sent.total_bytes / 1e6:,.1f}" + (f", {gathered / 1e6:,.1f} gathered" if gathered else "")
-        assert label in texts, (form, options, texts)
-    assert f"{ratios(config, [sp], seq)[0][accounting]:.2f}" in texts
+    assert f"{ratios(config, [sp], 16384)[0][accounting]:.2f}" in texts
     assert f"equal at {crossover(config):.0f} ranks" in texts
 
 
@@ -35,7 +58,7 @@ def test_explorer_follows_its_controls(accounting: str, sp: int, seq: int, heads
 def test_bytes_of_a_token(sp: int) -> None:
     _, texts = drawn(charts.token_bytes().to_dict(), sp=sp)
     sent = communication(V3, "laga", sp, sp).total_bytes
-    assert any(text.startswith(f"{sent / 1e3:.1f}, ") for text in texts), texts
+    assert any(text.startswith(f"Laga: {sent / 1e3:.1f} KB, ") for text in texts), texts
 
 
 def test_the_crossing_moves_with_the_heads() -> None:

@@ -18,18 +18,26 @@ from ..costs import (
     to_vega,
     transfers,
 )
-from ..costs.symbols import HEADS, SEQ, SP
+from ..costs.symbols import CONTEXT, HEADS, NODE, SEQ, SP
+from ..forms import STRONG_EXPLICIT
 from .theme import FORM_COLOURS, INK, case, choice, dressed, form_colour, slider
 
 Layers = alt.LayerChart | alt.FacetChart  # what alt.layer says it returns
 
 DEGREES = (2, 4, 8, 16, 32, 64, 128)
-VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
-    "Explicit": ("explicit", {"key_rope": "replicated"}),
-    "Explicit, rotary key once": ("explicit", {"key_rope": "headless"}),
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Explicit": ("explicit", {}),
+    "Strong explicit": ("explicit", STRONG_EXPLICIT),
     "Absorbed": ("absorbed", {}),
-    "Laga": ("laga", {}),
+    "Laga": ("laga", {"context": 2}),
+    "Query latent": ("laga", {"context": 2, "query": "latent"}),
 }
+"""Form and options. The closed form of R = 2 is that of any R, 1 included."""
+
+PER_NODE = 8
+COUNTS = {"wire": "on the wire", "nodes": f"between nodes of {PER_NODE}", "paper": "as the paper does"}
+"""How bytes may be counted: the accounting, or what of the wire bytes leaves a node."""
+
 RATIOS = {
     "on the wire": ("wire", {"key_rope": "replicated"}),
     "on the wire, rotary key sent once": ("wire", {"key_rope": "headless"}),
@@ -38,33 +46,36 @@ RATIOS = {
 """How explicit / Laga may be counted: the accounting, and what explicit does."""
 
 
-def explorer(model: str = "deepseek-v3") -> alt.VConcatChart:
-    """Bytes that one rank sends in one forward of bf16, by form and tensor; below, the ratio against the degree."""
+def explorer(model: str = "deepseek-v3") -> Layers:
+    """Bytes that one rank sends in one forward of bf16, by form or member of the family, and by tensor."""
     config = MLAConfig.preset(model)
+    heads = {16: "16 (V2-Lite)", 32: "32", 64: "64 (Kimi K2)", 128: "128 (V3)"}
+    rows, results = _rows({name: _parts(config, *variant) for name, variant in VARIANTS.items()})
     controls = [
-        choice("accounting", "Counted ", list(ACCOUNTINGS), ["on the wire", "as the paper does"]),
-        choice("sp", "Ranks ", DEGREES, value=8),
+        choice("accounting", "Counted ", list(COUNTS), list(COUNTS.values())),
+        choice("sp", "Ranks ", DEGREES, value=8, menu=True),
+        choice("groups", "Context R ", (1, 2, 4, 8, 16), menu=True),
         slider("seq", "Sequence length ", 16384, 4096, 131072, 4096),
-        choice(
-            "heads", "Heads ", (16, 32, 64, 128), ["16 (V2-Lite)", "32", "64 (Kimi K2)", "128 (V3)"], 128, menu=True
-        ),
+        choice("heads", "Heads ", list(heads), list(heads.values()), 128, menu=True),
+        alt.param(name="context", expr="min(groups, sp)"),
     ]
-    chart = alt.vconcat(_bars(config), _ratios(config), spacing=28).add_params(*controls)
     return dressed(
-        chart.resolve_scale(color="independent", opacity="independent", strokeDash="independent"),
-        "Megabytes that one rank sends in one forward pass, as bars for each form split by tensor; below, explicit "
-        "divided by Laga against the number of ranks, on the wire and as the paper counts.",
+        _stacked(rows, results, "MB", "sent by one rank in one forward", 1e6).add_params(*controls),
+        "Megabytes that one rank sends in one forward pass, as a bar for each form and for the query latent, split by "
+        "tensor; controls set the ranks, the groups R between which only the latent crosses, the sequence length and "
+        "the heads, and whether all bytes are counted, those between nodes, or as the paper counts.",
     )
 
 
 def ratios(model: str = "deepseek-v3") -> Layers:
-    """Explicit / Laga against the degree, under both accountings, with a control for the heads."""
+    """Explicit / Laga against the degree, under both accountings, with controls for ranks and heads."""
     controls = [
+        choice("accounting", "Highlight ", list(ACCOUNTINGS), [COUNTS[name] for name in ACCOUNTINGS]),
+        choice("sp", "Ranks ", DEGREES, value=8, menu=True),
         slider("heads", "Heads ", 128, 16, 128, 16),
-        choice("accounting", "Highlight ", list(ACCOUNTINGS), ["on the wire", "as the paper does"]),
     ]
     return dressed(
-        _ratios(MLAConfig.preset(model), chosen=False).add_params(*controls),
+        _ratios(MLAConfig.preset(model)).add_params(*controls),
         "Bytes of explicit divided by bytes of Laga against the number of ranks: constant as the paper counts, "
         "falling on the wire, below 1 past about 0.56 ranks a head.",
     )
@@ -73,12 +84,12 @@ def ratios(model: str = "deepseek-v3") -> Layers:
 def token_bytes(model: str = "deepseek-v3") -> Layers:
     """What one rank sends for each of its own tokens, by tensor, as a degree control moves from 2 to 128."""
     config = MLAConfig.preset(model)
-    per_token = {name: _parts(config, *variant, per_token=True) for name, variant in VARIANTS.items()}
-    rows, results = _rows(per_token, "wire")
-    chart = _stacked(rows, results, "KB sent for each token", 1e3, alt.Scale(domain=[0, 250]))
+    forms = ("Explicit", "Absorbed", "Laga")
+    rows, results = _rows({name: _parts(config, *VARIANTS[name], per_token=True) for name in forms}, "wire")
+    fixed = {"heads": config.num_attention_heads, "context": 1}
     return dressed(
-        chart.add_params(
-            slider("sp", "Ranks ", 8, 2, 128, 2), alt.param(name="heads", value=config.num_attention_heads)
+        _stacked(rows, results, "KB", "sent for each token", 1e3, most=250).add_params(
+            slider("sp", "Ranks ", 8, 2, 128, 2), *(alt.param(name=name, value=value) for name, value in fixed.items())
         ),
         "Kilobytes that one rank sends for each of its own tokens, as bars for each form split by tensor; a "
         "control sets the number of ranks from 2 to 128.",
@@ -89,13 +100,19 @@ def token_bytes(model: str = "deepseek-v3") -> Layers:
 
 
 def _parts(
-    config: MLAConfig, form: str, options: Mapping[str, str], per_token: bool = False
+    config: MLAConfig, form: str, options: Mapping[str, Any], per_token: bool = False
 ) -> dict[str, dict[str, str]]:
-    """For each tensor of a form, its bytes under each accounting as a Vega expression of sp, seq and heads."""
+    """For each tensor of a form, its bytes by each of :data:`COUNTS` as a Vega expression of what the reader sets."""
     share = SP / SEQ if per_token else sympy.Integer(1)
+    names = {"sp": "sp", "seq": "seq", "context": "context"}
     return {
         transfer.tensor: {
-            name: _vega(transfer.bytes_sent(name) * share, config, {"sp": "sp", "seq": "seq"}) for name in ACCOUNTINGS
+            count: _vega(
+                (transfer.bytes_between_nodes() if count == "nodes" else transfer.bytes_sent(count)) * share,
+                config,
+                names,
+            )
+            for count in COUNTS
         }
         for transfer in transfers(form, **options)
     }
@@ -103,9 +120,9 @@ def _parts(
 
 def _vega(expression: sympy.Expr, config: MLAConfig, names: Mapping[str, str]) -> str:
     """The expression with this configuration's head sizes put in; heads stay a control, as whatever ``names`` says."""
-    values = substitutions(config, seq=1, sp=1, batch=1, dtype=torch.bfloat16)
-    values = {symbol: value for symbol, value in values.items() if symbol not in (SEQ, SP, HEADS)}
-    return to_vega(sympy.simplify(expression.subs(values)), {"num_attention_heads": "heads", **names})
+    values = substitutions(config, seq=1, sp=1, batch=1, dtype=torch.bfloat16) | {NODE: PER_NODE}
+    values = {symbol: value for symbol, value in values.items() if symbol not in (SEQ, SP, HEADS, CONTEXT)}
+    return to_vega(expression.subs(values), {"num_attention_heads": "heads", **names})
 
 
 def _rows(
@@ -115,34 +132,33 @@ def _rows(
     rows: list[dict[str, Any]] = []
     results: dict[int, str] = {}
     for variant, tensors in parts.items():
+        form, options = VARIANTS[variant]
+        moved = {transfer.tensor: transfer.collective for transfer in transfers(form, **options)}
         for place, (tensor, counted) in enumerate(tensors.items()):
             results[len(rows)] = counted[only] if only else case("accounting", counted)
-            form, options = VARIANTS[variant]
-            moved = {transfer.tensor: transfer.collective for transfer in transfers(form, **options)}
             row = {"variant": variant, "form": form, "tensor": tensor, "collective": moved[tensor], "place": place}
             rows.append({"id": len(rows), **row})
     return rows, results
 
 
-def _bars(config: MLAConfig) -> Layers:
-    rows, results = _rows({name: _parts(config, *variant) for name, variant in VARIANTS.items()})
-    return _stacked(rows, results, "MB sent by one rank in one forward", 1e6)
-
-
 def _stacked(
-    rows: Sequence[Mapping[str, Any]], results: Mapping[int, str], title: str, unit: float, scale: Any = alt.Undefined
+    rows: Sequence[Mapping[str, Any]], results: Mapping[int, str], unit: str, what: str, size: float, most: int = 0
 ) -> Layers:
-    y = alt.Y("variant:N", sort=list(VARIANTS), title=None, axis=alt.Axis(ticks=False, domain=False, labelLimit=180))
+    """Bars split by tensor, what they add up to written above each; ``most`` fixes the end of the axis."""
+    title = f"{unit} {what}"
+    y = alt.Y("variant:N", sort=list(VARIANTS), axis=None)
     base = (
         alt.Chart(alt.InlineData(list(rows)))
-        .transform_calculate(sent=f"({case('datum.id', results)}) / {unit:g}")
+        .transform_calculate(sharing="datum.form == 'laga' ? sp / context : sp")  # the ranks that heads are split over
+        .transform_calculate(sent=f"datum.sharing > heads ? 0 : ({case('datum.id', results)}) / {size:g}")
         .transform_calculate(gathered="datum.collective == 'all_gather' ? datum.sent : 0")
         .transform_joinaggregate(total="sum(sent)", gathered="sum(gathered)", groupby=["variant"])
         .transform_joinaggregate(longest="max(total)")
     )
+    scale = alt.Scale(domain=[0, most]) if most else alt.Undefined
     stack: dict[str, Any] = {"stack": "zero", "title": title}
-    bars = base.mark_bar(stroke="white", strokeWidth=1, height=26).encode(
-        x=alt.X("sent:Q", scale=scale, **stack),
+    bars = base.mark_bar(stroke="white", strokeWidth=1, height=24).encode(
+        x=alt.X("sent:Q", scale=scale, axis=alt.Axis(tickCount=6), **stack),
         y=y,
         color=form_colour(legend=False),
         order=alt.Order("place:Q"),
@@ -153,31 +169,38 @@ def _stacked(
             alt.Tooltip("total:Q", title="in all", format=",.1f"),
         ],
     )
+    # A name is written where it fits, by about 7 pixels a letter.
+    fits = f"datum.sent / max({most}, datum.longest) * width > 7 * length(datum.tensor) + 4"
     names = (
-        base.transform_calculate(label="datum.sent > 0.07 * datum.longest ? datum.tensor : ''")
+        base.transform_calculate(label=f"{fits} ? datum.tensor : ''")
         .mark_text(color="white", fontSize=11, fontWeight=600)
         .encode(x=alt.X("sent:Q", bandPosition=0.5, **stack), y=y, order=alt.Order("place:Q"), text="label:N")
     )
     totals = (
         base.transform_filter("datum.place == 0")
-        .transform_calculate(label=_TOTAL)
-        .mark_text(align="left", dx=5, fontSize=12)
-        .encode(x=alt.X("total:Q", title=title), y=y, text="label:N")
+        .transform_calculate(label=_LABEL.replace("UNIT", unit))
+        .transform_calculate(_least="max(datum.total, 1)")  # where nothing is sent there is an axis nevertheless
     )
-    return alt.layer(bars, names, totals).properties(width=460, height=alt.Step(36))
+    told = totals.mark_text(align="left", dy=-21, fontSize=12).encode(x=alt.value(0), y=y, text="label:N")
+    ends = totals.mark_tick(opacity=0).encode(x=alt.X("_least:Q", title=title), y=y)
+    return alt.layer(bars, names, told, ends).properties(width=520, height=alt.Step(50))
 
 
-_TOTAL = "format(datum.total, ',.1f') + (datum.gathered > 0 ? ', ' + format(datum.gathered, ',.1f') + ' gathered' : '')"
+_LABEL = (
+    "datum.variant + (datum.form == 'laga' && context > 1 ? ', R = ' + context : '') + ': ' + (datum.sharing > heads "
+    "? heads + ' heads do not split over ' + datum.sharing + ' ranks' : format(datum.total, ',.1f') + ' UNIT' "
+    "+ (datum.gathered > 0 ? ', ' + format(datum.gathered, ',.1f') + ' gathered' : ''))"
+)
 
 
 # --- ratios ---
 
 
-def _ratios(config: MLAConfig, chosen: bool = True) -> Layers:
+def _ratios(config: MLAConfig) -> Layers:
     results, accountings = {}, {}
     for name, (accounting, options) in RATIOS.items():
         explicit = communication_expression("explicit", accounting, **options)
-        ratio = explicit / communication_expression("laga", accounting)
+        ratio = sympy.cancel(explicit / communication_expression("laga", accounting))
         results[name] = _vega(ratio, config, {"sp": "datum.ranks"})
         accountings[name] = f"'{accounting}'"
     x = alt.X(
@@ -220,11 +243,9 @@ def _ratios(config: MLAConfig, chosen: bool = True) -> Layers:
         .mark_text(align="right", dx=-2, dy=12, fontSize=12, color=INK)
         .encode(x=x, y=y, text="label:N")
     )
-    layers = [lines, points, one, equal]
-    if chosen:
-        main = "datum.ranks == sp && datum.weight == 1 && datum.counted != 'on the wire, rotary key sent once'"
-        picked = powers.transform_filter(main)
-        layers.insert(0, picked.mark_rule(opacity=0.35, color=INK).encode(x=x))
-        value = picked.mark_text(dx=5, dy=-10, align="left", fontSize=12, fontWeight=600, color=INK)
-        layers.append(value.encode(x=x, y=y, text=alt.Text("ratio:Q", format=".2f")))
-    return alt.layer(*layers).properties(width=460, height=230)
+    main = "datum.ranks == sp && datum.weight == 1 && datum.counted != 'on the wire, rotary key sent once'"
+    picked = powers.transform_filter(main)
+    here = picked.mark_rule(opacity=0.35, color=INK).encode(x=x)
+    value = picked.mark_text(dx=5, dy=-10, align="left", fontSize=12, fontWeight=600, color=INK)
+    value = value.encode(x=x, y=y, text=alt.Text("ratio:Q", format=".2f"))
+    return alt.layer(here, lines, points, one, equal, value).properties(width=520, height=230)
