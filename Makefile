@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := book
-.PHONY: book serve test lint bench clean browser
+.PHONY: book serve test lint linkcheck bench clean browser
 
 STARTED := $(shell date +%s)
 PY := .venv/bin/python
@@ -26,6 +26,9 @@ test: book $(TEST_READY) browser
 
 lint: $(TEST_READY)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/codespell && .venv/bin/mypy
+
+linkcheck: book # asks other hosts; what is within the book, `make test` checks
+	@PYTHONPATH=. .venv/bin/jupyter-book build . --builder linkcheck --path-output _build/linkcheck --quiet
 
 bench: $(RUN_READY)
 	@$(PY) -m benchmarks
