@@ -99,3 +99,14 @@ def test_readme_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)", text):
             if "://" not in target and not target.startswith("_build"):
                 assert (ROOT / target).exists(), f"{page} links to {target}"
+
+
+def test_workflows_run_what_there_is() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
+        steps = [step for job in jobs.values() for step in job["steps"]]
+        assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
+        for command in (step["run"] for step in steps if "run" in step):
+            program, *arguments = command.split()
+            assert set(arguments) <= targets if program == "make" else program == "git" or (ROOT / program).is_file()
