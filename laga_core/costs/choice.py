@@ -167,15 +167,15 @@ def in_words(form: str, options: Mapping[str, Any]) -> str:
 def code(form: str, options: Mapping[str, Any], config: str, kernel: str = "auto") -> str:
     """Python that makes the layer, for ``config`` a Python expression and ``group`` the ranks that share a sequence.
 
-    Where the tokens do not lie as contiguous shards a second line says how they do.
+    Where the tokens do not lie as contiguous shards, another line lays them so.
     """
-    given = {"form": form, "kernel": kernel, **options}
-    named = {name: repr(value).replace("'", '"') for name, value in given.items()} | {"group": "group"}
-    line = f"layer = MLAAttention({config}, {', '.join(f'{name}={value}' for name, value in named.items())})"
+    named = {name: repr(value).replace("'", '"') for name, value in options.items()}
+    given = "".join(f"{name}={value}, " for name, value in named.items()).rstrip()
+    lines = [config + ",", f'form="{form}", kernel="{kernel}", group=group,', *([given] if given else [])]
+    layer = "\n    ".join(["layer = MLAAttention(", *lines]) + "\n)"
     if options.get("layout", "contiguous") == "contiguous":
-        return line
-    layout = ", ".join(f"{name}={named[name]}" for name in ("layout", "context"))
-    return f"{line}\nhidden = shard_sequence(hidden, group, {layout})"
+        return layer
+    return f"{layer}\nhidden = shard_sequence(hidden, group, layout={named['layout']}, context={named['context']})"
 
 
 def arithmetic(
@@ -413,8 +413,10 @@ REASON = {
     "quicker": "; {quickest} would be quicker ({quickest_seconds} ms) but does not fit",
     "other": "; {other} would take {ratio} times as long, and send {other_sent} MB ({other_outside} between nodes) "
     "where this sends {sent} ({outside})",
+    "tie": "; less than the model can tell apart: take the plainer",
 }
 """The sentences of a reason, as the page of the planner tells it too."""
+TIE = 1.02  # times as long, up to which the best of another form is as good
 
 
 def _reason(best: Cost, costs: list[Cost], fitting: list[Cost], machine: Machine, layers: int) -> str:
@@ -425,6 +427,7 @@ def _reason(best: Cost, costs: list[Cost], fitting: list[Cost], machine: Machine
         "nothing fits": not fitting,
         "quicker": bool(fitting) and costs[0] is not best,
         "other": other is not None,
+        "tie": other is not None and other.seconds < TIE * best.seconds,
     }
     quickest, against = costs[0], other or best
     numbers = {

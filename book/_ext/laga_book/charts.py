@@ -12,6 +12,7 @@ Altair chart is enough; its `description` is the alternative text.
 
 Each chart comes with a still picture of its first state, which holds its place until the script has drawn the live one
 (and stays where scripts are off, or on paper), its data as a table and as CSV, and its settings in the page's address.
+A chart with an `answer` in its usermeta has it told above: the `why` and the `code` of the row that is `recommended`.
 """
 
 from __future__ import annotations
@@ -112,15 +113,28 @@ def inputs(spec: Spec) -> Iterator[Spec]:
     for param in spec.get("params", []):
         bind = param.get("bind")
         if isinstance(bind, dict) and "input" in bind:
-            yield bind
+            yield param
 
 
-def place(bind: Spec) -> str:
+def place(param: Spec) -> str:
     """The classes of an empty row that holds the place of an input until the chart is live."""
+    bind = param["bind"]
+    if param["name"].startswith("own_"):
+        return "laga-own"  # shown where the menu of models says "own"
     if bind["input"] != "radio":
         return ""
     letters = len(bind.get("name", "")) + sum(len(str(label)) + 5 for label in bind.get("labels") or bind["options"])
     return "laga-wide laga-tall" if letters > 40 else "laga-wide"  # tall: two lines on a phone
+
+
+def answer(spec: Spec) -> str:
+    """Where a chart recommends something: why in words, and code to copy; laga-charts.js keeps them up to date."""
+    told = spec.get("usermeta", {}).get("answer")
+    if not told:
+        return ""
+    why, code = (html.escape(told[name]) for name in ("why", "code"))
+    block = f'<div class="highlight-python notranslate"><div class="highlight"><pre>{code}</pre></div></div>'
+    return f'<div class="laga-answer" aria-live="polite"><p>{why}</p>{block}</div>\n'
 
 
 def visit_chart(self: HTML5Translator, node: chart) -> None:
@@ -134,7 +148,7 @@ def visit_chart(self: HTML5Translator, node: chart) -> None:
     height, narrow_height = (max(node.get("height", 0), each) for each in (height, narrow_height))
     if len(svg) > STILL_LIMIT:
         svg = ""
-    places = "".join(f'<div class="vega-bind {place(bind)}"></div>' for bind in inputs(spec))
+    places = "".join(f'<div class="vega-bind {place(param)}"></div>' for param in inputs(spec))
     # "</" would end the script element early.
     source = json.dumps(spec, separators=(",", ":")).replace("</", "<\\/")
     alt = html.escape(spec["description"])
@@ -142,6 +156,7 @@ def visit_chart(self: HTML5Translator, node: chart) -> None:
         f'<div class="laga-chart" id="{name}" data-width="{width:.0f}" '
         f'style="--wide:{height:.0f}px;--narrow:{narrow_height:.0f}px">\n'
         f'<div class="laga-controls">{places}</div>\n'
+        f"{answer(spec)}"
         f'<div class="laga-plot" tabindex="0" role="img" aria-label="{alt}">{svg}</div>\n'
         f'<details class="laga-data"><summary>Data</summary><div></div></details>\n'
         f'<script type="application/json">{source}</script>\n'

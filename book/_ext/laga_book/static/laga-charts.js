@@ -149,6 +149,22 @@
     place.replaceChildren(...parts);
   }
 
+  // --- the answer of a chart that recommends a row of its data: why, and code to copy ---
+
+  function keepAnswer(chart, { view, vgSpec }) {
+    const answer = chart.querySelector(".laga-answer");
+    if (!answer) return;
+    const recommended = (rows) => rows.find((row) => row.recommended);
+    const name = [...datasetNames(vgSpec.marks)].find((each) => recommended(view.data(each)));
+    const tell = (rows) => {
+      const { why, code } = recommended(rows);
+      answer.querySelector("p").textContent = why;
+      answer.querySelector("pre").textContent = code;
+    };
+    tell(view.data(name));
+    view.addDataListener(name, (_, rows) => tell(rows));
+  }
+
   // --- one chart ---
 
   async function draw(chart) {
@@ -181,6 +197,7 @@
         if (details.open) requestAnimationFrame(() => showData(chart, result));
       });
     }
+    keepAnswer(chart, result);
     details.addEventListener("toggle", () => details.open && showData(chart, result));
     if (details.open) showData(chart, result);
     chart.dataset.state = "live";
