@@ -52,8 +52,8 @@ START: dict[str, Any] = {
 
 def planner() -> alt.LayerChart | alt.FacetChart:
     """Bars of the best member of each kind, what it sends and keeps; its answer in words and code is in its data."""
-    weighed = _weighed(_members())
-    chart = alt.layer(*_marks(), data=weighed.data, transform=weighed.transform)
+    rows = _told(_weighed(_members()))
+    chart = alt.layer(*_marks(), data=rows.data, transform=rows.transform)
     chart = chart.properties(width=600, height=alt.Step(54)).add_params(*_controls(), *_dimensions())
     chart = dressed(
         chart,
@@ -222,10 +222,10 @@ def _weighed(rows: list[dict[str, Any]]) -> alt.Chart:
     """The rows with their costs, ranked as :func:`laga_core.costs.choose` ranks them; of each kind the best is left."""
     seconds = {f"_{name}": to_vega(each, _DATUM) for name, each in seconds_expressions().items()}
     everywhere: dict[str, Any] = {"frame": [None, None]}
-    by_rank = [alt.SortField(name) for name in ("_unfit", "_key", "_seconds", "_order")]
-    by_time = [alt.SortField(name) for name in ("_seconds", "_order")]
-    another = [alt.SortField(name) for name in ("_unlike", "_unfit", "_seconds", "_order")]
-    firsts = {
+    by_rank = _sorted("_unfit", "_key", "_seconds", "_order")
+    by_time = _sorted("_seconds", "_order")
+    another = _sorted("_unlike", "_unfit", "_seconds", "_order")
+    firsts: dict[str, Any] = {
         f"_other{name}": f"first_value({name})" for name in ("_seconds", "_sent", "_outside", "_unfit", "_unlike")
     }
     return (
@@ -249,29 +249,36 @@ def _weighed(rows: list[dict[str, Any]]) -> alt.Chart:
         .transform_filter("datum._place_of_kind == 1")
         .transform_joinaggregate(_slowest="max(_seconds)")
         .transform_window(line="row_number()", sort=by_rank)
-        .transform_calculate(
-            ms="1e3 * datum._seconds",
-            computing_ms="1e3 * datum._compute",
-            sending_ms="1e3 * datum._transfer",
-            latency_ms="1e3 * datum._latency",
-            sent_mb="datum._sent / 1e6",
-            between_nodes_mb="datum._outside / 1e6",
-            kept_gb="layers * datum._saved / 1e9",
-            fits="!datum._unfit",
-            recommended="datum._place == 1",
-        )
-        .transform_calculate(
-            why=f"datum.recommended ? {_reason()} : ''",
-            code=f"replace(datum._code, '{_CONFIG}', config)",
-            **{f"_is_{piece}": f"'{piece}'" for piece in PIECES},
-            _start="0",
-            _room="1.16e3 * datum._slowest",  # for what is written at a bar's end
-            _sent_until="datum.computing_ms + datum.sending_ms",
-            _name="datum.member + (datum.recommended ? ': recommended' : '')",
-            _time="format(datum.ms, datum.ms < 10 ? ',.2f' : ',.1f') + ' ms'",
-            _detail=_DETAIL,
-        )
     )
+
+
+def _told(weighed: alt.Chart) -> alt.Chart:
+    """The same rows with what is shown of them: columns for people, the reason of the first, and code."""
+    return weighed.transform_calculate(
+        ms="1e3 * datum._seconds",
+        computing_ms="1e3 * datum._compute",
+        sending_ms="1e3 * datum._transfer",
+        latency_ms="1e3 * datum._latency",
+        sent_mb="datum._sent / 1e6",
+        between_nodes_mb="datum._outside / 1e6",
+        kept_gb="layers * datum._saved / 1e9",
+        fits="!datum._unfit",
+        recommended="datum._place == 1",
+    ).transform_calculate(
+        why=f"datum.recommended ? {_reason()} : ''",
+        code=f"replace(datum._code, '{_CONFIG}', config)",
+        **{f"_is_{piece}": f"'{piece}'" for piece in PIECES},
+        _start="0",
+        _room="1.16e3 * datum._slowest",  # for what is written at a bar's end
+        _sent_until="datum.computing_ms + datum.sending_ms",
+        _name="datum.member + (datum.recommended ? ': recommended' : '')",
+        _time="format(datum.ms, datum.ms < 10 ? ',.2f' : ',.1f') + ' ms'",
+        _detail=_DETAIL,
+    )
+
+
+def _sorted(*names: str) -> Any:
+    return [alt.SortField(name) for name in names]
 
 
 _DATUM = {part: f"datum._{part}" for part in PARTS}
