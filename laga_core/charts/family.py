@@ -10,6 +10,7 @@ import altair as alt
 
 from ..config import MLAConfig
 from ..costs import Machine, choose
+from ..experiments import family
 from ..sharding import sequence_positions
 from .theme import INK, choice, dressed
 
@@ -28,63 +29,77 @@ _KINDS = {
     "strong explicit": MEMBER_COLOURS["strong explicit"],
     "heads only (R = 1)": MEMBER_COLOURS["Laga"],
     "heads × context": "#F0E442",
-    "context only (U = 1)": MEMBER_COLOURS["latent only"],
 }
 
 
-def winners(
-    preset: str = "deepseek-v3", sp: int = 16, ranks_per_node: int = 8, machine: Machine | None = None
-) -> alt.LayerChart | alt.FacetChart:
+def winners(preset: str = "deepseek-v3", machine: Machine | None = None) -> alt.LayerChart | alt.FacetChart:
     """Which member the cost model finds quickest, by the link between nodes and the sequence length (derived)."""
     config, machine = MLAConfig.preset(preset), machine or Machine.typical("npu")
-    rows = []
-    for link in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64):
-        for seq in (2**power for power in range(12, 20)):
-            here = replace(machine, slow_link=link * 1e9, ranks_per_node=ranks_per_node)
-            found = choose(config, seq, sp, here, layout="zigzag")
-            other = next(c for c in found.weighed if (c.form == "explicit") != (found.form == "explicit"))
-            rows.append(
-                {
-                    "link": f"{link:g}",
-                    "seq": f"{seq // 1024}K",
-                    "winner": _kind(found.form, found.options, sp),
-                    "member": str(found.best),
-                    "ms": round(1e3 * found.best.seconds, 3),
-                    "ratio": round(other.seconds / found.best.seconds, 3),
-                    "text": f"{other.seconds / found.best.seconds:.2f}",
-                }
-            )
-    base = alt.Chart(alt.InlineData(rows)).encode(
-        x=alt.X("link:O", sort=None, title="link between nodes, GB/s a rank", axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("seq:O", sort=None, title="sequence, tokens"),
-        tooltip=[
-            alt.Tooltip("member:N", title="quickest"),
-            alt.Tooltip("ms:Q", title="ms a layer"),
-            alt.Tooltip("ratio:Q", title="times quicker than the best of the other kind"),
-        ],
+    degrees = (16, 64, 128)
+    rows = [
+        _winner(config, seq, sp, replace(machine, slow_link=link * 1e9)) | {"link": f"{link:g}"}
+        for sp in degrees
+        for link in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
+        for seq in (2**power for power in range(12, 20))
+    ]
+    base = (
+        alt.Chart(alt.InlineData(rows))
+        .transform_filter("datum.sp == sp")
+        .encode(
+            x=alt.X("link:O", sort=None, title="link between nodes, GB/s a rank", axis=alt.Axis(labelAngle=0)),
+            y=alt.Y("seq:O", sort=None, title="sequence, tokens"),
+            tooltip=[
+                alt.Tooltip("member:N", title="quickest"),
+                alt.Tooltip("ms:Q", title="ms a layer"),
+                alt.Tooltip("ratio:Q", title="times quicker than the best of the other kind"),
+            ],
+        )
     )
     tiles = base.mark_rect(opacity=0.85).encode(
-        color=alt.Color("winner:N", title=None, scale=alt.Scale(domain=list(_KINDS), range=list(_KINDS.values())))
+        color=alt.Color(
+            "winner:N",
+            title=None,
+            scale=alt.Scale(domain=list(_KINDS), range=list(_KINDS.values())),
+            legend=alt.Legend(columns=3),
+        )
     )
     labels = base.mark_text(fontSize=11, color="#000").encode(text="text:N")
+    ranks = choice("sp", "Ranks ", degrees, [f"{sp}, on {sp // machine.ranks_per_node} nodes" for sp in degrees])
     return dressed(
-        alt.layer(tiles, labels).properties(width=460, height=260),
-        f"A map of the quickest member for {preset} on {sp} ranks, {ranks_per_node} to a node, by link speed and "
+        alt.layer(tiles, labels).properties(width=460, height=260).add_params(ranks),
+        f"A map of the quickest member for {preset} on nodes of {machine.ranks_per_node} ranks, by link speed and "
         "sequence length; each tile says how many times quicker it is than the best explicit form, or, where explicit "
         "wins, than the best of Laga's family.",
     )
 
 
-def _kind(form: str, options: Mapping[str, Any], sp: int) -> str:
-    context = options.get("context", 1)
-    if form == "explicit":
-        return "strong explicit"
-    return "heads only (R = 1)" if context == 1 else "context only (U = 1)" if context == sp else "heads × context"
+def _winner(config: MLAConfig, seq: int, sp: int, machine: Machine) -> dict[str, Any]:
+    found = choose(config, seq, sp, machine, layout="zigzag")
+    other = next(each for each in found.weighed if (each.form == "explicit") != (found.form == "explicit"))
+    ratio = other.seconds / found.best.seconds
+    return {
+        "sp": sp,
+        "seq": f"{seq // 1024}K",
+        "winner": _kind(found.form, found.options.get("context", 1)),
+        "member": str(found.best),
+        "ms": round(1e3 * found.best.seconds, 3),
+        "ratio": round(ratio, 3),
+        "text": f"{ratio:.2f}" if ratio < 9.95 else f"{ratio:.0f}",
+    }
 
 
-def step_times(rows: Iterable[Mapping[str, Any]], against: str = "strong explicit") -> alt.LayerChart | alt.FacetChart:
-    """How many times as quick as ``against`` each member is over each link, from rows of the experiment (emulated)."""
-    rows = list(rows)
+def _kind(form: str, context: int) -> str:
+    return "strong explicit" if form == "explicit" else "heads × context" if context > 1 else "heads only (R = 1)"
+
+
+def step_times(
+    rows: Iterable[Mapping[str, Any]] | None = None, against: str = "strong explicit"
+) -> alt.LayerChart | alt.FacetChart:
+    """How many times as quick as ``against`` each member is over each link (emulated).
+
+    ``rows`` of :func:`laga_core.experiments.family.step_times`, by default those of the committed record.
+    """
+    rows = list(rows or family.published("step times")[-1].metrics["rows"])
     base_seconds = {(r["link"], r["seq"], r["heads"]): r["seconds"] for r in rows if r["member"] == against}
     data = [
         {
@@ -99,6 +114,7 @@ def step_times(rows: Iterable[Mapping[str, Any]], against: str = "strong explici
         for r in rows
     ]
     settings = list(dict.fromkeys(row["setting"] for row in data))
+    headline = "32 heads, 1024 tokens"
     members = [name for name in MEMBER_COLOURS if any(row["member"] == name for row in data)]
     base = alt.Chart(alt.InlineData(data)).transform_filter("datum.setting == setting")
     bars = base.mark_bar().encode(
@@ -119,16 +135,22 @@ def step_times(rows: Iterable[Mapping[str, Any]], against: str = "strong explici
     return dressed(
         alt.layer(bars, even)
         .properties(width=460, height=260)
-        .add_params(choice("setting", "Setting ", settings, menu=True, value=settings[-1])),
+        .add_params(
+            choice("setting", "Setting ", settings, menu=True, value=headline if headline in settings else settings[-1])
+        ),
         f"Bars: how many times as quick as {against} each member is, forward and backward of one layer on two ranks, "
         "over an unshaped link and links of 1000 and 200 Mbit/s; a menu picks heads and sequence length.",
     )
 
 
-def kept(rows: Sequence[Mapping[str, Any]]) -> alt.LayerChart | alt.FacetChart:
-    """Bytes a layer keeps between forward and backward, member by member (simulated)."""
+def kept(rows: Sequence[Mapping[str, Any]] | None = None) -> alt.LayerChart | alt.FacetChart:
+    """Bytes a layer keeps between forward and backward, member by member (simulated).
+
+    ``rows`` of :func:`laga_core.experiments.family.kept`, which is run without them.
+    """
     data = [
-        {"member": r["member"], "mb": round(r["saved_bytes"] / 1e6, 1), "text": f"{r['saved_part']:.2f}"} for r in rows
+        {"member": r["member"], "mb": round(r["saved_bytes"] / 1e6, 1), "text": f"{r['saved_part']:.2f}"}
+        for r in rows or family.kept()
     ]
     base = alt.Chart(alt.InlineData(data)).encode(
         y=alt.Y("member:N", sort=None, title=None, axis=alt.Axis(labelLimit=260)),

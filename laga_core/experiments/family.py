@@ -42,6 +42,16 @@ MEMBERS: dict[str, Member] = {
 }
 """The members compared at sp 2, by the name that charts give them; "latent only" is U = 1, R = 2."""
 
+KEEPING: dict[str, Member] = {
+    "explicit": ("explicit", {}),
+    "strong explicit": ("explicit", STRONG_EXPLICIT),
+    "Laga": ("laga", {}),
+    "recompute": ("laga", {"recompute": True}),
+    "recompute, query latent": ("laga", {"recompute": True, "query": "latent"}),
+    "recompute, query latent, 2 heads at a time": ("laga", {"recompute": True, "query": "latent", "head_chunk": 2}),
+}
+"""The members whose memory is compared; both explicit forms keep the same."""
+
 
 def emulated_config(heads: int, hidden: int = 1024, q_lora: int = 512) -> MLAConfig:
     """A layer with DeepSeek-V3's head sizes, small enough for two CPU cores."""
@@ -307,32 +317,24 @@ def _node_bytes(config: MLAConfig, seq: int, members: Mapping[str, Member]) -> d
 # --- what is kept ---
 
 
-def saved(preset: str = "deepseek-v3", seq: int = 16384, sp: int = 8, layers: int = 4) -> list[dict[str, Any]]:
-    """Simulated bytes kept a layer, and the peak above weights and gradients of ``layers`` layers, against explicit."""
+def kept(preset: str = "deepseek-v3", seq: int = 16384, sp: int = 8) -> list[dict[str, Any]]:
+    """Simulated bytes that one layer keeps between forward and backward, and their part of explicit's."""
     config = MLAConfig.preset(preset)
-    latent = {"recompute": True, "query": "latent"}
-    members: dict[str, Member] = {
-        "explicit": ("explicit", {}),
-        "strong explicit": ("explicit", STRONG_EXPLICIT),
-        "Laga": ("laga", {}),
-        "recompute": ("laga", {"recompute": True}),
-        "recompute, query latent": ("laga", latent),
-        "recompute, query latent, 2 heads at a time": ("laga", {**latent, "head_chunk": 2}),
-    }
     rows: list[dict[str, Any]] = []
-    for name, (form, options) in members.items():
-        one = simulate_memory(config, form=form, kernel="tiled", seq=seq, sp=sp, **options)
+    for name, (form, options) in KEEPING.items():
+        run = simulate_memory(config, form=form, kernel="tiled", seq=seq, sp=sp, **options)
+        rows.append({"member": name, "saved_bytes": run.saved_bytes})
+    return [{**row, "saved_part": row["saved_bytes"] / rows[0]["saved_bytes"]} for row in rows]
+
+
+def saved(preset: str = "deepseek-v3", seq: int = 16384, sp: int = 8, layers: int = 4) -> list[dict[str, Any]]:
+    """:func:`kept`, and the simulated peak above weights and gradients of ``layers`` layers, against explicit's."""
+    config, rows = MLAConfig.preset(preset), kept(preset, seq, sp)
+    for row in rows:
+        form, options = KEEPING[row["member"]]
         stack = simulate_memory(config, form=form, kernel="tiled", seq=seq, sp=sp, layers=layers, **options)
-        above = stack.peak_bytes - stack.breakdown["weights"] - stack.breakdown["gradients"]
-        rows.append({"member": name, "saved_bytes": one.saved_bytes, "peak_above_bytes": above})
-    return [
-        {
-            **row,
-            "saved_part": row["saved_bytes"] / rows[0]["saved_bytes"],
-            "peak_part": row["peak_above_bytes"] / rows[0]["peak_above_bytes"],
-        }
-        for row in rows
-    ]
+        row["peak_above_bytes"] = stack.peak_bytes - stack.breakdown["weights"] - stack.breakdown["gradients"]
+    return [{**row, "peak_part": row["peak_above_bytes"] / rows[0]["peak_above_bytes"]} for row in rows]
 
 
 # --- the cost model against what was measured ---
