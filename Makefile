@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := book
-.PHONY: book serve test lint linkcheck bench clean browser
+.PHONY: book serve test lint linkcheck print bench clean browser
 
 STARTED := $(shell date +%s)
 PY := .venv/bin/python
@@ -29,6 +29,13 @@ lint: $(TEST_READY)
 
 linkcheck: book # asks other hosts; what is within the book, `make test` checks
 	@PYTHONPATH=. .venv/bin/jupyter-book build . --builder linkcheck --path-output _build/linkcheck --quiet
+
+print: book browser # the whole book as one PDF, drawn by Chrome or Chromium
+	@PYTHONPATH=. .venv/bin/jupyter-book build . --builder singlehtml --path-output _build/print --quiet
+	@cd _build/print/_build/singlehtml/book && ln -sfn ../_static _static && "$$($(CURDIR)/$(PY) $(CURDIR)/tests/browser.py)" \
+	  --headless --no-sandbox --disable-gpu --no-pdf-header-footer --virtual-time-budget=60000 \
+	  --print-to-pdf=$(CURDIR)/_build/book.pdf "file://$$PWD/index.html" 2>/dev/null
+	@ls -l _build/book.pdf
 
 bench: $(RUN_READY)
 	@$(PY) -m benchmarks

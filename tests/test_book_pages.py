@@ -120,6 +120,20 @@ def test_slider_changes_the_chart(open_page: Open) -> None:
     assert any(f"{by_hand(65536, 32):.1f}" in text for text in chart.texts)
 
 
+def test_a_chapter_on_paper(open_page: Open) -> None:
+    """Printed from a dark page: black on white, charts without controls, solutions unfolded, nothing beside the text."""
+    page = open_page("book/communication.html", scheme="dark").page
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    assert page.locator(".laga-plot svg").first.is_visible()
+    hidden = ".laga-controls, .laga-data, .bd-sidebar-primary, .bd-sidebar-secondary, .prev-next-area"
+    assert not [each for each in page.locator(hidden).all() if each.is_visible()]
+    assert page.locator("details.sd-dropdown .sd-summary-content").first.bounding_box()["height"] > 20
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
 def test_pages_work_from_files(browser: Any) -> None:
     """The book can be read with no server at all."""
     with_charts = [page for page in book_pages() if has_chart(page)]

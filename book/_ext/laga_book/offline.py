@@ -20,6 +20,14 @@ WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 CHOOSE_THEME = """
 if (!["light", "dark"].includes(document.documentElement.dataset.theme))
   document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+{
+  let theme; // paper is white
+  addEventListener("beforeprint", () => {
+    theme = document.documentElement.dataset.theme;
+    document.documentElement.dataset.theme = "light";
+  });
+  addEventListener("afterprint", () => { document.documentElement.dataset.theme = theme; });
+}
 """
 
 
