@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from typing import Any
 
 import ipywidgets as widgets
 
 from ..config import PRESETS, MLAConfig
+from ..costs.choice import code
 from ..memory import simulate_memory
+from .planner import START, planned, preset
 from .tables import table
 
-_LABEL = {"description_width": "9em"}
+_LABEL = {"description_width": "11em"}
 
 
 def memory_rows(model: str, seq: int, sp: int, batch: int, kernel: str, score: str) -> list[dict[str, Any]]:
@@ -44,18 +47,71 @@ def memory_explorer() -> widgets.VBox:
         "kernel": widgets.ToggleButtons(options=["eager", "fused"], description="kernel"),
         "score": widgets.ToggleButtons(options=["joint", "split"], description="absorbed's score"),
     }
-    return _explorer(controls, lambda **values: table(memory_rows(**values), peak_mb="{:,.0f}", saved_mb="{:,.0f}"))
+
+    def show(**values: Any) -> str:
+        return table(memory_rows(**values), peak_mb="{:,.0f}", saved_mb="{:,.0f}")._repr_html_()
+
+    return _explorer(controls, show)
 
 
-def _explorer(controls: dict[str, Any], show: Callable[..., Any]) -> widgets.VBox:
-    """The controls above what ``show`` makes of their values; what cannot be is said in words."""
+def planner() -> widgets.VBox:
+    """The planner of the book, live: :func:`laga_core.costs.choose` for the controls' values, any preset and degree."""
+
+    def count(key: str, description: str) -> widgets.Widget:
+        return widgets.BoundedIntText(value=START[key], min=1, max=2**24, description=description)
+
+    def rate(key: str, description: str) -> widgets.Widget:
+        return widgets.BoundedFloatText(value=START[key], min=1e-3, max=1e5, description=description)
+
+    controls = {
+        "model": widgets.Dropdown(options=sorted(PRESETS), value="deepseek-v3", description="model"),
+        "seq": count("seq", "tokens"),
+        "batch": count("batch", "batch"),
+        "layers": count("layers", "layers on a rank"),
+        "sp": count("sp", "ranks"),
+        "node": count("node", "ranks of a node"),
+        "near": rate("near", "in a node, GB/s"),
+        "far": rate("far", "between, GB/s"),
+        "tflops": rate("tflops", "projections, TFLOP/s"),
+        "attention": rate("attention", "attention, TFLOP/s"),
+        "memory": rate("memory", "memory, GB"),
+    }
+    return _explorer(controls, _plan)
+
+
+def _plan(model: str, **settings: Any) -> str:
+    found = planned(MLAConfig.preset(model), **settings)
+    rows = [
+        {
+            "member": str(each),
+            "layer_ms": 1e3 * each.seconds,
+            "sent_mb": each.sent_bytes / 1e6,
+            "between_nodes_mb": each.inter_node_bytes / 1e6,
+            "kept_gb": settings["layers"] * each.saved_bytes / 1e9,
+            "fits": "yes" if each in found.fitting else "no",
+        }
+        for each in found.contenders
+    ]
+    formats: dict[str, Any] = {
+        "layer_ms": "{:,.2f}",
+        "sent_mb": "{:,.1f}",
+        "between_nodes_mb": "{:,.1f}",
+        "kept_gb": "{:,.2f}",
+    }
+    written = code(found.form, found.options, preset(model))
+    told = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for tag, text in (("p", found.reason), ("pre", written)))
+    return told + table(rows, **formats)._repr_html_()
+
+
+def _explorer(controls: dict[str, Any], show: Callable[..., str]) -> widgets.VBox:
+    """The controls above the HTML that ``show`` makes of their values; what cannot be is said in words."""
     shown = widgets.HTML()
 
     def update(_: object = None) -> None:
         try:
-            shown.value = show(**{name: control.value for name, control in controls.items()})._repr_html_()
+            shown.value = show(**{name: control.value for name, control in controls.items()})
         except ValueError as error:
-            shown.value = f"<p>{error}</p>"
+            shown.value = f"<p>{html.escape(str(error))}</p>"
 
     for control in controls.values():
         control.style, control.continuous_update = _LABEL, False

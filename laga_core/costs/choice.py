@@ -127,10 +127,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class FormChoice:
-    """The member to take, all that were weighed (the quickest that fits first), and why in words."""
+    """The member to take, all that were weighed (the quickest that fits first), those that fit, and why in words."""
 
     best: Cost
     weighed: list[Cost] = field(repr=False)
+    fitting: list[Cost] = field(repr=False)
     reason: str
 
     @property
@@ -302,7 +303,7 @@ def choose(
     fitting = [c for c in costs if machine.memory is None or layers * c.saved_bytes <= machine.memory]
     best = fitting[0] if fitting else min(costs, key=lambda c: c.saved_bytes)
     weighed = [*fitting, *(c for c in costs if c not in fitting)]
-    return FormChoice(best, weighed, _reason(best, costs, fitting, machine, layers))
+    return FormChoice(best, weighed, fitting, _reason(best, costs, fitting, machine, layers))
 
 
 def members(config: MLAConfig, seq: int, sp: int, layout: str = "contiguous") -> Iterator[tuple[str, dict[str, Any]]]:
