@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from .device import resolve_device
 from .parallel import agree, all_reduce_gradients, degree
 from .parallel.ledger import note
 
@@ -66,14 +67,16 @@ def expert_groups(group: ProcessGroup | None, ep: int) -> ExpertGroups:
     """Split the ranks of ``group`` into blocks of ``ep`` neighbours, each of which holds all experts once.
 
     Call it once, on every rank of ``group``, and give the result to every block: it makes process groups.
-    Raises ``ValueError`` where ``ep`` does not divide the degree of ``group``.
+    Raises ``ValueError`` on every rank where ``ep`` does not divide the degree of ``group``, or differs between ranks.
     """
-    sp = degree(group)
+    sp, problem = degree(group), None
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
-        raise ValueError(f"expert parallel degree ep must be a whole number of at least 1, got {ep!r}")
-    if sp % ep:
+        problem = f"expert parallel degree ep must be a whole number of at least 1, got {ep!r}"
+    elif sp % ep:
         divisors = [d for d in range(1, sp + 1) if sp % d == 0]
-        raise ValueError(f"ep={ep} does not divide the {sp} ranks of the group; choose ep among {divisors}")
+        problem = f"ep={ep} does not divide the {sp} ranks of the group; choose ep among {divisors}"
+    on_cpu = group is None or dist.get_backend(group) == "gloo"
+    agree({"ep": repr(ep)}, problem, group, resolve_device("cpu" if on_cpu else None))
     if group is None or ep == 1:
         return ExpertGroups(group, None, group)
     if ep == sp:
@@ -136,7 +139,7 @@ class MoE(nn.Module):
     Rank ``r`` of its expert group holds experts ``r * n/ep`` to ``(r + 1) * n/ep - 1``. The router and the shared
     experts are the same on every rank. After backward, :func:`reduce_gradients` completes the gradients.
 
-    Raises ``ValueError`` where the experts cannot be split evenly over the ranks.
+    Raises ``TypeError`` without an :class:`ExpertConfig`, and ``ValueError`` where the experts cannot be split evenly.
     """
 
     def __init__(
@@ -148,6 +151,8 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, ExpertConfig):
+            raise TypeError(f"MoE takes an ExpertConfig, got {type(config).__name__}")
         self.config, self.groups = config, groups or ExpertGroups()
         ep = degree(self.groups.experts)
         where: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -164,7 +169,7 @@ class MoE(nn.Module):
         self.shared_experts = MLP(hidden_size, shared, **where) if shared else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Raises ``ValueError`` on every rank, before any token moves, where one rank's input has a wrong shape."""
+        """Raises ``ValueError`` on every rank, before any token moves, where one has a wrong input or configuration."""
         self._check(hidden)
         tokens = hidden.flatten(0, 1)  # [n, hidden]
         weights, chosen = self.gate(tokens)  # [n, k] each
@@ -217,18 +222,19 @@ class MoE(nn.Module):
         return number.where(place <= int(self.config.capacity or 0), experts)
 
     def _check(self, hidden: Tensor) -> None:
-        size = self.gate.weight.shape[1]
-        fits = hidden.dim() == 3 and hidden.shape[-1] == size and hidden.dtype == self.gate.weight.dtype
-        problem = f"hidden must be [batch, seq/sp, {size}] of {self.gate.weight.dtype}, got {list(hidden.shape)} of "
-        problem += str(hidden.dtype)
-        # Ranks on a device check once for each new shape: a check at every step would hold back the host.
-        if fits and hidden.device.type != "cpu" and self._checked == hidden.shape:
+        size, dtype, device = self.gate.weight.shape[1], self.gate.weight.dtype, self.gate.weight.device
+        problem, batch = f"hidden must be [batch, seq/sp, {size}] of {dtype}, got {type(hidden).__name__}", 0
+        if isinstance(hidden, Tensor):
+            problem = f"hidden must be [batch, seq/sp, {size}] of {dtype}, got {list(hidden.shape)} of {hidden.dtype}"
+            if hidden.dim() == 3 and hidden.shape[-1] == size and hidden.dtype == dtype:
+                problem, batch = "", hidden.shape[0]
+        # Ranks on a device check once for each new batch: a check at every step would hold back the host.
+        if not problem and device.type != "cpu" and self._checked == batch:
             return
-        batch = hidden.shape[0] if hidden.dim() else 0
-        agree({"batch": batch}, None if fits else problem, self.groups.sequence, hidden.device)
-        self._checked = hidden.shape
+        agree({"batch": batch, "configuration": str(self.config)}, problem or None, self.groups.sequence, device)
+        self._checked = batch
 
-    _checked: torch.Size | None = None
+    _checked: int | None = None
 
 
 def reduce_gradients(module: nn.Module, group: ProcessGroup | None) -> None:

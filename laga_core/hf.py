@@ -27,7 +27,7 @@ from .config import MLAConfig
 from .forms import FORMS, resolve_form
 from .forms.projections import Attend
 from .kernels import Parts, attention
-from .loss import IGNORED, next_labels, token_mean
+from .loss import IGNORED, next_labels, token_mean, token_problem
 from .parallel import agree, degree
 from .rotary import Rotary
 
@@ -52,7 +52,9 @@ def apply(
 
     Raises ``TypeError`` or ``ValueError``, with the model unchanged, for a model that is not supported, an unknown form
     or kernel, and heads that cannot be split evenly over the group. The model then raises ``ValueError``, on every
-    rank, for another mask, positions that do not run on from rank to rank, or a cache.
+    rank, for another mask, packed sequences, positions that do not run on from rank to rank, a cache, autocast, and
+    whatever would stop one rank and leave the others waiting: tokens or labels of a wrong shape or outside the
+    vocabulary.
     """
     base = getattr(model, "base_model", None)
     if base is None or not hasattr(model, "loss_function"):
@@ -75,6 +77,8 @@ def apply(
     plain = swaps[0][2].is_plain
     base.register_forward_pre_hook(partial(_take_shard, names, plain, group), with_kwargs=True)
     if base is not model:
+        names = list(inspect.signature(model.forward).parameters)
+        model.register_forward_pre_hook(partial(_look_at_labels, names, group), with_kwargs=True)
         model.loss_function = partial(_loss, group)  # type: ignore[assignment]
     return model
 
@@ -135,6 +139,8 @@ def _check_supported(theirs: nn.Module) -> None:
         raise ValueError("the attention of this model has been swapped before; apply to a model as it was loaded")
     if name not in ATTENTIONS:
         raise ValueError(f"attention {name} is not supported; known: {_known()}")
+    if not type(theirs).__module__.startswith("transformers."):
+        raise ValueError(f"this {name} is not the one of transformers; load the model without trust_remote_code")
     config: Any = theirs.config
     if getattr(config, "attention_bias", False):
         raise ValueError("attention_bias=true is not supported; MLA projections here have no bias")
@@ -189,6 +195,25 @@ def _cut(x: Parts, where: tuple[slice, slice]) -> Parts:
     return tuple(part[where] for part in x) if isinstance(x, tuple) else x[where]
 
 
+def _look_at_labels(
+    names: list[str], group: ProcessGroup | None, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Before the whole model runs: labels of every rank or of none, each fit for its tokens."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    tokens = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
+    shape: Any = "[batch, seq/sp]"
+    if isinstance(tokens, Tensor) and tokens.dim() > 1:  # if it is none, the base model says so
+        shape = tokens.shape[:2]
+    labels = {name: given[name] for name in ("labels", "shift_labels") if given.get(name) is not None}
+    vocab_size, ignored = model.config.vocab_size, given.get("ignore_index", IGNORED)
+    problems = [token_problem(name, each, vocab_size, shape, ignored) for name, each in labels.items()]
+    keep = given.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        problems.append("logits_to_keep is not supported: this is for training, where all logits count; leave it out")
+    problem = next(filter(None, problems), None)
+    agree({"labels given": ", ".join(labels) or "none"}, problem, group, next(model.parameters()).device)
+
+
 def _take_shard(
     names: list[str],
     plain: bool,
@@ -199,15 +224,14 @@ def _take_shard(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the base model runs: global positions in, mask and cache out."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
-    if tokens is None:
-        return args, kwargs  # the model itself says what it lacks
     mask, positions = given.get("attention_mask"), given.get("position_ids")
-    batch, seq_local = tokens.shape[:2]
+    problem = _tokens_problem(given, base)
+    tokens: Any = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+    batch, seq_local = (-1, -1) if problem else tokens.shape[:2]
     first = 0 if group is None else dist.get_rank(group) * seq_local
+    device = next(base.parameters()).device
     signature = {"batch": batch, "local sequence length": seq_local, "attention_mask given": int(mask is not None)}
-    agree(signature, _call_problem(given, [batch, seq_local], first), group, tokens.device)
+    agree(signature, problem or _call_problem(given, [batch, seq_local], first, device.type), group, device)
 
     expected = torch.arange(first, first + seq_local, device=tokens.device)[None]
     given["position_ids"] = expected if positions is None else positions
@@ -217,11 +241,28 @@ def _take_shard(
     return (), given
 
 
-def _call_problem(given: dict[str, Any], shape: list[int], first: int) -> str | None:
-    """What a call asks for that is not supported, in words; ``None`` if nothing."""
+def _tokens_problem(given: dict[str, Any], base: Any) -> str | None:
+    """What is wrong with ``input_ids`` or ``inputs_embeds``, of which there must be one; ``None`` if nothing."""
+    tokens, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    if (tokens is None) == (embeddings is None):
+        return "pass this rank's shard as input_ids or as inputs_embeds: one of them, and not both"
+    if embeddings is None:
+        return token_problem("input_ids", tokens, base.config.vocab_size)
+    size = base.config.hidden_size
+    if not isinstance(embeddings, Tensor) or embeddings.dim() != 3 or embeddings.shape[-1] != size:
+        return f"inputs_embeds must be [batch, seq/sp, {size}], got {list(getattr(embeddings, 'shape', []))}"
+    return None
+
+
+def _call_problem(given: dict[str, Any], shape: list[int], first: int, kind: str) -> str | None:
+    """What a call on this kind of device asks for that is not supported, in words; ``None`` if nothing."""
     caches = [name for name in ("cache", "past_key_values") if given.get(name) is not None]
     if caches or given.get("use_cache"):
         return f"{caches[0] if caches else 'use_cache=True'} is not supported: this is for training; leave it out"
+    if torch.is_autocast_enabled(kind):
+        return "autocast is not supported: the attention computes in the dtype of its weights; cast the model instead"
+    if packed := [name for name in given if name.startswith("cu_seq_lens") or name == "seq_idx"]:
+        return f"{packed[0]} is not supported: a row holds one sequence, of which every rank has a shard"
     if given.get("output_attentions"):
         return "output_attentions=True is not supported: the whole attention matrix is on no rank"
     mask, positions = given.get("attention_mask"), given.get("position_ids")

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from .attention import MLAAttention
 from .config import MLAConfig
 from .experts import MLP, ExpertConfig, Experts, MoE, expert_groups
+from .loss import token_problem
+from .parallel import agree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,11 @@ class LanguageModel(nn.Module):
         self.draw_weights(seed)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token numbers ``[batch, seq/sp]`` to logits ``[batch, seq/sp, vocab]``."""
+        """Token numbers ``[batch, seq/sp]`` to logits ``[batch, seq/sp, vocab]``.
+
+        Raises ``ValueError`` on every rank, before anything moves, where one has tokens that are none.
+        """
+        agree({}, token_problem("tokens", tokens, self.config.vocab_size), self.group, self.norm.weight.device)
         hidden = self.embed_tokens(tokens)  # [batch, seq/sp, hidden]
         for layer in self.layers:
             hidden = layer(hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -119,10 +120,16 @@ def test_bad_sizes_raise(changes: dict[str, Any], error: type[Exception], messag
 def bad_calls(group) -> dict[str, str]:
     rank = torch.distributed.get_rank(group)
     moe = MoE(4, ExpertConfig(**SIZES), expert_groups(group, 2))
+    other = MoE(4, ExpertConfig(**{**SIZES, "num_experts_per_tok": 2 + rank}), moe.groups)
     torch.nn.init.normal_(moe.gate.weight)
     return {
         "three": raised(lambda: expert_groups(group, 3)),
         "zero": raised(lambda: expert_groups(group, 0)),
+        "different": raised(lambda: expert_groups(group, 1 + rank)),
+        "one bad": raised(lambda: expert_groups(group, 3 if rank else 2)),
+        "no config": raised(lambda: MoE(4, SIZES)),  # type: ignore[arg-type]
+        "other top k": raised(lambda: other(torch.randn(1, 2, 4))),
+        "no tensor": raised(lambda: moe(None if rank else torch.randn(1, 2, 4))),
         "odd experts": raised(
             lambda: MoE(4, ExpertConfig(**{**SIZES, "n_routed_experts": 7}), expert_groups(group, 2))
         ),
@@ -136,7 +143,12 @@ def bad_calls(group) -> dict[str, str]:
 def test_bad_degrees_and_inputs_raise_alike_on_every_rank() -> None:
     first, second = on_ranks(bad_calls, sp=2)
     assert first == second
-    assert first["three"] == "ValueError: ep=3 does not divide the 2 ranks of the group; choose ep among [1, 2]"
+    assert "rank 0: ep=3 does not divide the 2 ranks of the group; choose ep among [1, 2]" in first["three"]
+    assert "ep is 1 on rank 0, 2 on rank 1" in first["different"]
+    assert first["one bad"].startswith("ValueError: rank 1: ep=3 does not divide")
+    assert first["no config"] == "TypeError: MoE takes an ExpertConfig, got dict"
+    assert re.search("do not agree: .*num_experts_per_tok=2.* rank 0, .*num_experts_per_tok=3", first["other top k"])
+    assert first["no tensor"].startswith("ValueError: rank 1: hidden must be") and "NoneType" in first["no tensor"]
     assert "at least 1, got 0" in first["zero"]
     assert "7 experts cannot be split evenly over ep=2 ranks" in first["odd experts"]
     assert first["width"].startswith("ValueError: rank 1: hidden must be [batch, seq/sp, 4]")

@@ -55,7 +55,8 @@ MODELS = {
     "v3": ("DeepseekV3", {"q_lora_rank": 12, "n_group": 2, "topk_group": 1, "rope_parameters": YARN}),
     "v2": (
         "DeepseekV2",
-        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+        | {"rope_parameters": YARN},
     ),
     "glm": ("Glm4MoeLite", {"q_lora_rank": 12, "n_group": 1, "topk_group": 1, "rope_parameters": YARN}),
     "youtu": ("Youtu", {"q_lora_rank": 12, "tie_word_embeddings": True}),
@@ -241,6 +242,12 @@ def test_an_unsupported_model_is_refused_and_left_alone() -> None:
     with pytest.raises(ValueError, match="DeepseekV3ForSequenceClassification is not supported"):
         hf.apply(classifier)
     assert names == [type(m).__name__ for m in model.modules()]
+    attention = model.model.layers[1].self_attn
+    own = type(attention)
+    attention.__class__ = type("DeepseekV3Attention", (own,), {})  # as a model brings it that runs code of its own
+    with pytest.raises(ValueError, match="not the one of transformers; load the model without trust_remote_code"):
+        hf.apply(model)
+    attention.__class__ = own
     hf.apply(model)
     with pytest.raises(ValueError, match="has been swapped before"):
         hf.apply(model)
@@ -269,6 +276,29 @@ def bad_calls(group) -> dict[str, str]:
     rank = torch.distributed.get_rank(group)
     found["one rank"] = raised(lambda: model(input_ids=tokens[:, : 12 - rank]))
     found["mask on one rank"] = raised(lambda: model(input_ids=tokens, attention_mask=mask if rank else None))
+    # What stops one rank by itself must stop the others too.
+    bad_token, bad_label = tokens.clone(), labels.clone()
+    bad_token[0, 0], bad_label[0, 0] = 40, -7
+    whole_labels, embeds = batch()[1], model.model.embed_tokens(tokens)
+    one_rank = {
+        "token": {"input_ids": bad_token},
+        "tokens": {"input_ids": tokens[0]},
+        "no tokens": {"input_ids": None},
+        "both": {"inputs_embeds": embeds},
+        "width": {"input_ids": None, "inputs_embeds": embeds[..., 1:]},
+        "label": {"labels": bad_label},
+        "whole labels": {"labels": whole_labels},
+        "no labels": {"labels": None},
+        "count": {"num_items_in_batch": 7},
+        "packed": {"cu_seq_lens_q": torch.tensor([0, 5, 12])},
+        "logits": {"logits_to_keep": 1},
+    }
+    for name, keywords in one_rank.items():
+        call = {"input_ids": tokens, "labels": labels, **(keywords if rank else {})}
+        found[name] = raised(lambda call=call: model(**call))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found["autocast"] = raised(lambda: model(input_ids=tokens))
+    found["generate"] = raised(lambda: model.generate(tokens, max_new_tokens=1))
     with in_fp64():
         found["fine"] = raised(lambda: model(input_ids=tokens, attention_mask=mask, labels=labels))
     model = hf.apply(build("v3"), group, recompute=True)
@@ -292,6 +322,19 @@ def test_bad_calls_raise_alike_on_every_rank() -> None:
         "attentions": "output_attentions=True is not supported",
         "one rank": "local sequence length is 12 on rank 0, 11 on rank 1",
         "mask on one rank": "attention_mask given is 0 on rank 0, 1 on rank 1",
+        "token": "^ValueError: rank 1: input_ids must be numbers from 0 to 39, got 40",
+        "tokens": r"^ValueError: rank 1: input_ids must be \[batch, seq/sp\], got \[12\]",
+        "no tokens": "^ValueError: rank 1: .* one of them, and not both",
+        "both": "^ValueError: rank 1: .* one of them, and not both",
+        "width": r"rank 1: inputs_embeds must be \[batch, seq/sp, 32\], got \[3, 12, 31\]",
+        "label": "^ValueError: rank 1: labels must be numbers from 0 to 39, or -100 .*, got -7",
+        "whole labels": r"^ValueError: rank 1: labels must be \[3, 12\], got \[3, 24\]",
+        "no labels": "labels given is labels on rank 0, none on rank 1",
+        "count": "count is none on rank 0, 7.0 on rank 1",
+        "packed": "^ValueError: rank 1: cu_seq_lens_q is not supported",
+        "logits": "^ValueError: rank 1: logits_to_keep is not supported",
+        "autocast": "autocast is not supported",
+        "generate": "this is for training",
         "padding with an option": "without further options",
         "no heads": "3 heads cannot be split evenly over sp",
     }

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import on_ranks, raised
 
 from laga_core import MLAConfig
 from laga_core.experts import ExpertConfig, reduce_gradients
@@ -127,6 +127,35 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
     before, after = model(tokens), model(changed)
     assert torch.allclose(before[:, :8], after[:, :8], rtol=0, atol=1e-13)
     assert not torch.allclose(before[:, 8], after[:, 8])
+
+
+def bad_tokens(group) -> dict[str, str]:
+    model, rank = LanguageModel(config(), group=group), torch.distributed.get_rank(group)
+    tokens, labels = (shard(x, group) for x in batch())
+    bad_token, bad_label = tokens.clone(), labels.clone()
+    bad_token[0, 0], bad_label[0, 0] = VOCAB, -1
+    logits = model(tokens).detach()
+    return {
+        "token": raised(lambda: model(bad_token if rank else tokens)),
+        "floats": raised(lambda: model(tokens.float() if rank else tokens)),
+        "label": raised(lambda: token_mean(logits, bad_label if rank else labels, group)),
+        "labels": raised(lambda: token_mean(logits, labels[:, 1:] if rank else labels, group)),
+        "count": raised(lambda: token_mean(logits, labels, group, count=5 + rank)),
+        "fine": raised(lambda: token_mean(model(tokens), labels.int(), group)),
+    }
+
+
+def test_what_stops_one_rank_stops_all() -> None:
+    first, second = on_ranks(bad_tokens, sp=2)
+    assert first == second
+    assert first.pop("count").startswith("ValueError: the ranks do not agree: count is 5.0 on rank 0, 6.0 on rank 1")
+    assert first == {
+        "token": "ValueError: rank 1: tokens must be numbers from 0 to 18, got 19",
+        "floats": "ValueError: rank 1: tokens must be a tensor of whole numbers, got torch.float32",
+        "label": "ValueError: rank 1: labels must be numbers from 0 to 18, or -100 for what does not count, got -1",
+        "labels": "ValueError: rank 1: labels must be [2, 6], got [2, 5]",
+        "fine": "nothing",
+    }
 
 
 def test_bad_sizes_raise() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -100,26 +101,82 @@ def test_saving_again_replaces_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     Trainer(model()).save(tmp_path / "c")
-    wide, deep = Trainer(model(vocab_size=24)), Trainer(model(num_hidden_layers=3))
+    wide, deep, same = Trainer(model(vocab_size=24)), Trainer(model(num_hidden_layers=3)), Trainer(model())
     before = [p.clone() for p in wide.model.parameters()]
-    with pytest.raises(ValueError, match=r"embed_tokens.weight/weight is \[23, 32\] in the checkpoint but \[24, 32\]"):
+    with pytest.raises(ValueError, match=r"weight is \[23, 32\] of .* in the checkpoint but \[24, 32\]"):
         wide.load(tmp_path / "c")
     assert all(torch.equal(a, b) for a, b in zip(before, wide.model.parameters(), strict=True))
     with pytest.raises(ValueError, match=r"the checkpoint has no layers\.2\."):
         deep.load(tmp_path / "c")
+    deep.save(tmp_path / "deep")
+    with pytest.raises(ValueError, match=r"this model has no layers\.2\.\S+; the checkpoint is of another model"):
+        same.load(tmp_path / "deep")
+    with pytest.raises(ValueError, match=r"is \[23, 32\] of torch.float32 in the checkpoint but .* of torch.float64"):
+        Trainer(model().double()).load(tmp_path / "c")
     with pytest.raises(ValueError, match=r"holds no checkpoint; give the folder that Trainer\.save wrote"):
         wide.load(tmp_path / "nothing")
 
 
-def refused(group, folder: str) -> str:
-    return raised(lambda: Trainer(model(group, vocab_size=24)).load(folder))
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(model())
+    trainer.save(tmp_path / "c")
+    (data,) = (tmp_path / "c").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"the checkpoint is damaged: .*\.distcp has been cut short"):
+        trainer.load(tmp_path / "c")
+    data.unlink()
+    with pytest.raises(ValueError, match=r"the checkpoint is damaged: FileNotFoundError"):
+        trainer.load(tmp_path / "c")
+    (tmp_path / "c" / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(ValueError, match="the checkpoint is damaged"):
+        trainer.load(tmp_path / "c")
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OSError, match="file/c: the checkpoint cannot be written"):
+        trainer.save(tmp_path / "file" / "c")
+
+
+def refused(group, folder: str) -> dict[str, str]:
+    trainer, rank = Trainer(model(group)), torch.distributed.get_rank(group)
+    good = tokens(0)
+    too_large, label = good.clone(), good.clone()
+    too_large[0, 0] = label[0, -1] = 23
+    calls = {
+        "other batch": tokens(rank),
+        "rows": good[: 2 - rank],
+        "one row": good[0],
+        "odd": good[:, 1:],
+        "nothing": good[:, :1],
+        "floats": good.float(),
+        "too large": too_large if rank else good,
+        "label": label if rank else good,
+    }
+    found = {name: raised(lambda given=given: trainer.step(given)) for name, given in calls.items()}
+    found["shape"] = raised(lambda: Trainer(model(group, vocab_size=24)).load(folder))
+    found["one folder"] = raised(lambda: trainer.load(folder if rank else folder + "x"))
+    return found
 
 
 def test_every_rank_refuses_alike(tmp_path: Path) -> None:
     Trainer(model()).save(tmp_path / "c")
     first, second = on_ranks(refused, str(tmp_path / "c"), sp=2)
     assert first == second
-    assert "in the checkpoint but [24, 32] in this model" in first
+    wanted = {
+        "other batch": "the ranks do not agree: the batch's checksum is",
+        "rows": "the ranks do not agree: the batch's checksum is",
+        "one row": r"rank 1: tokens must be \[batch, seq \+ 1\], got \[9\]",
+        "odd": r"\[batch, seq \+ 1\] with seq a multiple of sp=2, got \[2, 8\]",
+        "nothing": r"\[batch, seq \+ 1\] with seq a multiple of sp=2, got \[2, 1\]",
+        "floats": "must be a tensor of whole numbers, got torch.float32",
+        "too large": "^ValueError: rank 1: tokens must be numbers from 0 to 22, got 23",
+        "label": "^ValueError: rank 1: tokens must be numbers from 0 to 22, got 23",
+        "shape": r"in the checkpoint but \[24, 32\] of torch.float32 in this model",
+        "one folder": "^ValueError: rank 0: .* holds no checkpoint",
+    }
+    assert first.keys() == wanted.keys()
+    for name, message in wanted.items():
+        assert re.search(message, first[name]), f"{name}: {first[name]}"
+    with pytest.raises(TypeError, match="Trainer takes a LanguageModel, got Linear"):
+        Trainer(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_the_forms_memorise_alike_and_laga_is_explicit_bit_for_bit_on_one_rank(tmp_path: Path) -> None:
