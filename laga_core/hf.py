@@ -102,6 +102,10 @@ class _Attention(MLAAttention):
         ours = cls(config, form, kernel, group, device="meta", **form_options)
         if ours.form_options.get("layout", "contiguous") != "contiguous":
             raise ValueError("layout='zigzag' is not supported here: each rank's shard is contiguous; leave it out")
+        if ours.form_options.get("query", "heads") != "heads":
+            raise ValueError(
+                "query='latent' is not supported here: the model's own tables rotate queries; leave it out"
+            )
         for name, part in theirs.named_children():
             setattr(ours, name, part)
         ours.scale = float(theirs.scaling)  # type: ignore[arg-type]

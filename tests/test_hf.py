@@ -61,15 +61,16 @@ MODELS = {
     "glm": ("Glm4MoeLite", {"q_lora_rank": 12, "n_group": 1, "topk_group": 1, "rope_parameters": YARN}),
     "youtu": ("Youtu", {"q_lora_rank": 12, "tie_word_embeddings": True}),
 }
-CASES = [
-    ("v3", "laga", torch.float64),
-    ("v3", "laga", torch.float32),
-    ("v3", "absorbed", torch.float64),
-    ("v3", "explicit", torch.float64),
-    ("v2", "laga", torch.float64),
-    ("v2", "laga", torch.float32),
-    ("glm", "laga", torch.float64),
-    ("youtu", "laga", torch.float64),
+CASES = [  # with options there is no padding
+    ("v3", "laga", torch.float64, {}),
+    ("v3", "laga", torch.float32, {}),
+    ("v3", "absorbed", torch.float64, {}),
+    ("v3", "explicit", torch.float64, {}),
+    ("v3", "laga", torch.float64, {"kernel": "tiled", "recompute": True, "head_chunk": 1, "overlap": True}),
+    ("v2", "laga", torch.float64, {}),
+    ("v2", "laga", torch.float32, {}),
+    ("glm", "laga", torch.float64, {}),
+    ("youtu", "laga", torch.float64, {}),
 ]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
@@ -83,12 +84,13 @@ def build(name: str, dtype: torch.dtype = torch.float64, **changes):
     return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(padding: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, labels (some of them not to be learnt, but those of padding among the others) and a padding mask."""
     source = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, 40, (BATCH, SEQ), generator=source)
     labels = tokens.masked_fill(torch.rand(BATCH, SEQ, generator=source) < 0.2, -100)
-    return tokens, labels, (torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]).long()
+    lengths = torch.tensor(LENGTHS if padding else [SEQ] * BATCH)
+    return tokens, labels, (torch.arange(SEQ) < lengths[:, None]).long()
 
 
 @contextmanager
@@ -134,10 +136,10 @@ def step(model, tokens, labels, mask) -> dict[str, torch.Tensor]:
 
 def swapped(group, cases) -> list[dict[str, torch.Tensor]]:
     results = []
-    for name, form, dtype in cases:
+    for name, form, dtype, options in cases:
         with exactly(dtype):
-            model = hf.apply(build(name, dtype), group, form=form)
-            result = step(model, *(shard(x, group) for x in batch()))
+            model = hf.apply(build(name, dtype), group, form=form, **options)
+            result = step(model, *(shard(x, group) for x in batch(padding=not options)))
         if group is not None:
             all_reduce_gradients(model, group)
         results.append({**result, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
@@ -145,30 +147,31 @@ def swapped(group, cases) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def untouched() -> dict[tuple[str, torch.dtype], dict[str, torch.Tensor]]:
+def untouched() -> dict[tuple[str, torch.dtype, bool], dict[str, torch.Tensor]]:
     results = {}
-    for name, _, dtype in CASES:
-        if (name, dtype) not in results:
+    for name, _, dtype, options in CASES:
+        padding = not options
+        if (name, dtype, padding) not in results:
             with exactly(dtype):
                 model = build(name, dtype)
-                result = step(model, *batch())
+                result = step(model, *batch(padding))
             grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            results[name, dtype] = {**result, **grads}
+            results[name, dtype, padding] = {**result, **grads}
     return results
 
 
 @pytest.mark.parametrize("sp", [1, 2, 4])
 def test_loss_logits_and_every_gradient_are_those_of_the_untouched_model(sp: int, untouched) -> None:
     ranks = [swapped(None, CASES)] if sp == 1 else on_ranks(swapped, CASES, sp=sp, timeout=110)
-    for number, (name, form, dtype) in enumerate(CASES):
-        want = untouched[name, dtype]
+    for number, (name, form, dtype, options) in enumerate(CASES):
+        want = untouched[name, dtype, not options]
         got = {**ranks[0][number], "logits": torch.cat([rank[number]["logits"] for rank in ranks], dim=1)}
         assert got.keys() == want.keys()
         assert want["loss"].dtype == dtype
         assert want["model.layers.2.self_attn.kv_b_proj.weight"].abs().max() > 1e-3  # there is something to compare
         for tensor, expected in want.items():
             error = ((got[tensor] - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
-            assert error <= TOLERANCE[dtype], f"{name} {form} {dtype} sp {sp}: {tensor} is off by {error:.1e}"
+            assert error <= TOLERANCE[dtype], f"{name} {form} {options} {dtype} sp {sp}: {tensor} is off by {error:.1e}"
         assert all(torch.equal(rank[number]["loss"], got["loss"]) for rank in ranks)
 
 
@@ -219,6 +222,7 @@ def test_an_unsupported_model_is_refused_and_left_alone() -> None:
         ({"form": "lega"}, "unknown form 'lega'"),
         ({"kernel": "fast"}, "unknown kernel 'fast'"),
         ({"layout": "zigzag", "context": 1}, "zigzag"),
+        ({"query": "latent"}, "query='latent' is not supported here"),
     ):
         with pytest.raises(ValueError, match=message):
             hf.apply(model, **kwargs)
