@@ -7,6 +7,7 @@ network namespaces; they need Linux and root, and are left out elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from laga_core import MLAConfig, communication
 from laga_core.experiments import family, netns
@@ -28,7 +29,8 @@ def compare() -> Iterator[Comparison]:
 
 def _bytes() -> Iterator[Comparison]:
     explicit = communication(V3, "explicit", 16384, 8).total_bytes
-    for name, options, at_most in (("Laga", {}, 0.56), ("query latent", {"query": "latent"}, 0.41)):
+    wanted: list[tuple[str, dict[str, Any], float]] = [("Laga", {}, 0.56), ("query latent", {"query": "latent"}, 0.41)]
+    for name, options, at_most in wanted:
         yield _part(
             f"{name}: bytes sent, V3, sp 8",
             communication(V3, "laga", 16384, 8, **options).total_bytes,

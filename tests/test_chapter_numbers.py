@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from laga_core import MLAConfig, communication, simulate_memory
-from laga_core.experiments import memory, throughput
+from laga_core.costs import substitutions
+from laga_core.costs.choice import arithmetic
+from laga_core.experiments import family, memory, throughput
+from laga_core.forms import STRONG_EXPLICIT
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
 PAPER = MLAConfig.preset("paper-v3")
+V3 = MLAConfig.preset("deepseek-v3")
 
 
 def text(chapter: str) -> str:
@@ -114,3 +121,112 @@ def test_throughput_fits() -> None:
     assert throughput.link_fit("table 4", "fused")["gb_s"] == pytest.approx(58.7, abs=0.05)
     at_16k = throughput.across_nodes_fit()["predicted"][-1]
     assert (round(at_16k["reported"], 2), round(at_16k["bytes_only"], 2)) == (1.24, 1.17)
+
+
+def test_family_sends() -> None:
+    def parts(form: str, **options: Any) -> list[float]:
+        counts = [
+            (communication(V3, form, 16384, sp, **options), communication(V3, "explicit", 16384, sp))
+            for sp in (4, 8, 16)
+        ]
+        return [one.total_bytes / explicit.total_bytes for one, explicit in counts]
+
+    def outside(form: str, **options: Any) -> float:
+        sent = communication(V3, form, 16384, 16, ranks_per_node=8, **options).inter_node_bytes
+        assert sent is not None
+        return sent / 1e6
+
+    rows = {
+        "strong explicit": parts("explicit", **STRONG_EXPLICIT),
+        "Laga": parts("laga"),
+        "query latent": parts("laga", query="latent"),
+    }
+    explicit, latent = outside("explicit"), outside("laga", context=2)
+    counted = {row["member"]: row for row in family.published("node bytes")[-1].metrics["rows"]}
+    strong = V3.num_attention_heads * (V3.qk_nope_head_dim + V3.v_head_dim) / V3.kv_lora_rank
+    states(
+        "family",
+        *("| {} | {:.2f} | {:.2f} | {:.2f} |".format(name, *values) for name, values in rows.items()),
+        f"elements a token on the slow link: {explicit * 1e6 / 2 / 1024:,.0f}".replace(",", " "),
+        f"it is one latent, {latent * 1e6 / 2 / 1024:.0f} elements",
+        f"**one part in {explicit / latent:.0f}**",
+        f"{latent:.2f} MB a rank and forward where explicit sends {explicit:.1f} and Laga {outside('laga'):.1f}",
+        f"it is one part in {1 / counted['latent across']['part']:.0f}, because",
+        f"Laga and the strong one at {strong:.0f}",
+    )
+    assert (
+        strong == 64
+        and communication(V3, "explicit", 8192, 64, **STRONG_EXPLICIT).total_bytes
+        == communication(V3, "laga", 8192, 64).total_bytes
+    )
+    assert rows["Laga"][2] == rows["query latent"][2], "the tie is exact"
+
+
+def test_family_price() -> None:
+    def unfolding(context: int, seq: int) -> float:
+        sizes = substitutions(V3, seq=seq, sp=16, batch=1, dtype=torch.bfloat16, context=context)
+        without, attention = arithmetic("laga", True, True)
+        work = arithmetic("laga", True, True, context=context, layout="zigzag")[0]
+        return float(((work - without) / (context - 1) * context / attention).subs(sizes))
+
+    states(
+        "family",
+        f"{unfolding(2, 16384) * 16384 / 2:.0f}\\, R",
+        f"{unfolding(16, 8192):.1f} times attention for 16 groups",
+    )
+    assert round(unfolding(2, 16384), 2) == 0.1
+    lite = MLAConfig.preset("deepseek-v2-lite")
+    can = []
+    for context in (1, 2, 4, 8, 16, 32, 64):
+        with contextlib.suppress(ValueError):
+            sent = communication(lite, "laga", 16384, 64, ranks_per_node=8, context=context).inter_node_bytes
+            can.append((context, sent))
+    assert [context for context, _ in can] == [4, 8, 16, 32, 64]
+    states(
+        "family",
+        f"= {(dict(can)[8] or 0) // 2 // 256}$ elements",
+        f"= {unfolding(8, 16384):.2f}$ of attention's forward work",
+    )
+
+
+def test_family_is_as_quick_as_the_record_says() -> None:
+    record = family.published("step times")[-1].metrics
+    rows = {(r["link"], r["member"]): r["seconds"] for r in record["rows"] if (r["seq"], r["heads"]) == (1024, 32)}
+
+    def times(member: str, link: int | None) -> list[float]:
+        return [rows[link, against] / rows[link, member] for against in ("explicit", "strong explicit")]
+
+    only = "latent only, overlap"
+    assert min(rows[None, member] for _, member in rows) == rows[None, "query latent"]
+    again = {row["member"]: row["ratio"] for row in family.published("recompute")[-1].metrics["rows"]}
+    states(
+        "family",
+        "is {:.1f} times as quick as the paper's explicit and {:.1f} times as the strong one".format(*times(only, 200)),
+        "Laga {:.1f} and {:.1f} times".format(*times("Laga", 200)),
+        "latent only is {:.1f} and {:.1f} times as quick".format(*times(only, 1000)),
+        "pays its price: {:.2f} and {:.2f}".format(*times(only, None)),
+        "is the query latent, by {:.2f} and {:.2f}".format(*times("query latent", None)),
+        f"takes {again['heads, recompute']:.2f} times as long, and {again['latent, recompute']:.2f} with",
+    )
+
+
+def test_family_picks() -> None:
+    picks = family.published("step times")[-1].metrics["picks"]
+    right = [pick for pick in picks if pick["right"]]
+    (miss,) = (pick for pick in picks if not pick["right"])
+    gains = [
+        pick["measured"]["Laga"] / pick["measured"]["Laga, overlap"] - 1
+        for pick in picks
+        if pick["link"] is None and pick is not miss
+    ]
+    gained, possible = (miss[which]["Laga"] - miss[which]["Laga, overlap"] for which in ("measured", "predicted"))
+    assert (miss["link"], miss["pick"], miss["best"]) == (None, "query latent", "Laga, overlap")
+    states(
+        "family",
+        f"in {len(right)} of {len(picks)} settings",
+        f"The one miss has {miss['part']:.2f} of the best's speed: {miss['seq']} tokens and {miss['heads']} heads",
+        f"overlap gained {1e3 * gained:.0f} ms there",
+        f"a transfer of {1e3 * possible:.1f} ms",
+        f"in the other {['no', 'one', 'two', 'three', 'four', 'five'][len(gains)]} unshaped settings",
+        f"by −{-100 * min(gains):.0f} % to +{100 * max(gains):.0f} %",
+    )

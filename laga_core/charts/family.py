@@ -12,7 +12,7 @@ from ..config import MLAConfig
 from ..costs import Machine, choose
 from ..experiments import family
 from ..sharding import sequence_positions
-from .theme import INK, choice, dressed
+from .theme import INK, choice, dressed, form_colour
 
 MEMBER_COLOURS = {
     "explicit": "#0072B2",
@@ -144,24 +144,27 @@ def step_times(
 
 
 def kept(rows: Sequence[Mapping[str, Any]] | None = None) -> alt.LayerChart | alt.FacetChart:
-    """Bytes a layer keeps between forward and backward, member by member (simulated).
+    """Bytes a layer keeps between forward and backward, member by member; what keeps the same is shown once (simulated).
 
     ``rows`` of :func:`laga_core.experiments.family.kept`, which is run without them.
     """
-    data = [
-        {"member": r["member"], "mb": round(r["saved_bytes"] / 1e6, 1), "text": f"{r['saved_part']:.2f}"}
-        for r in rows or family.kept()
-    ]
-    base = alt.Chart(alt.InlineData(data)).encode(
-        y=alt.Y("member:N", sort=None, title=None, axis=alt.Axis(labelLimit=260)),
+    different: dict[int, dict[str, Any]] = {}
+    for row in rows or family.kept():
+        mb, form = row["saved_bytes"] / 1e6, "explicit" if "explicit" in row["member"] else "laga"
+        text = f"{row['member']}: {mb:.0f} MB, {row['saved_part']:.2f} of explicit"
+        told = {"member": row["member"], "form": form, "mb": round(mb, 1), "text": text}
+        different.setdefault(row["saved_bytes"], told)
+    base = alt.Chart(alt.InlineData(list(different.values()))).encode(y=alt.Y("member:N", sort=None, axis=None))
+    bars = base.mark_bar(height=18).encode(
         x=alt.X("mb:Q", title="kept by one layer, MB"),
+        color=form_colour(legend=False),
+        tooltip=["member:N", alt.Tooltip("mb:Q", title="MB")],
     )
-    bars = base.mark_bar(color=MEMBER_COLOURS["Laga"], opacity=0.85).encode(tooltip=["member:N", "mb:Q"])
-    labels = base.mark_text(align="left", dx=5, color=INK).encode(text="text:N")
+    labels = base.mark_text(align="left", dy=-17, color=INK).encode(x=alt.value(0), text="text:N")
     return dressed(
-        alt.layer(bars, labels).properties(width=420, height=190),
-        "Bars: megabytes that one layer keeps between forward and backward for each member; the figure at the end of a "
-        "bar is its part of explicit's.",
+        alt.layer(bars, labels).properties(width=460, height=alt.Step(44)),
+        "Bars: megabytes that one layer keeps between forward and backward for each member, with its part of what "
+        "explicit keeps.",
     )
 
 
