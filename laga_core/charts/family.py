@@ -144,16 +144,18 @@ def step_times(
 
 
 def kept(rows: Sequence[Mapping[str, Any]] | None = None) -> alt.LayerChart | alt.FacetChart:
-    """Bytes a layer keeps between forward and backward, member by member; what keeps the same is shown once (simulated).
+    """Bytes a layer keeps between forward and backward, member by member (simulated).
 
     ``rows`` of :func:`laga_core.experiments.family.kept`, which is run without them.
     """
+    rows = rows or family.kept(names=("explicit", "Laga", "recompute", "recompute, query latent"))
     different: dict[int, dict[str, Any]] = {}
-    for row in rows or family.kept():
-        mb, form = row["saved_bytes"] / 1e6, "explicit" if "explicit" in row["member"] else "laga"
-        text = f"{row['member']}: {mb:.0f} MB, {row['saved_part']:.2f} of explicit"
-        told = {"member": row["member"], "form": form, "mb": round(mb, 1), "text": text}
-        different.setdefault(row["saved_bytes"], told)
+    for row in rows:
+        mb, member = row["saved_bytes"] / 1e6, row["member"]
+        form = "explicit" if "explicit" in member else "laga"
+        part = f", {row['saved_part']:.2f} of explicit" if different else ""
+        told = {"member": member, "form": form, "mb": round(mb, 1), "text": f"{member}: {mb:.0f} MB{part}"}
+        different.setdefault(row["saved_bytes"], told)  # what keeps the same is shown once
     base = alt.Chart(alt.InlineData(list(different.values()))).encode(y=alt.Y("member:N", sort=None, axis=None))
     bars = base.mark_bar(height=18).encode(
         x=alt.X("mb:Q", title="kept by one layer, MB"),

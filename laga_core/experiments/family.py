@@ -317,11 +317,14 @@ def _node_bytes(config: MLAConfig, seq: int, members: Mapping[str, Member]) -> d
 # --- what is kept ---
 
 
-def kept(preset: str = "deepseek-v3", seq: int = 16384, sp: int = 8) -> list[dict[str, Any]]:
-    """Simulated bytes that one layer keeps between forward and backward, and their part of explicit's."""
+def kept(
+    preset: str = "deepseek-v3", seq: int = 16384, sp: int = 8, names: Sequence[str] = tuple(KEEPING)
+) -> list[dict[str, Any]]:
+    """Simulated bytes that one layer keeps between forward and backward, and their part of the first member's."""
     config = MLAConfig.preset(preset)
     rows: list[dict[str, Any]] = []
-    for name, (form, options) in KEEPING.items():
+    for name in names:
+        form, options = KEEPING[name]
         run = simulate_memory(config, form=form, kernel="tiled", seq=seq, sp=sp, **options)
         rows.append({"member": name, "saved_bytes": run.saved_bytes})
     return [{**row, "saved_part": row["saved_bytes"] / rows[0]["saved_bytes"]} for row in rows]
