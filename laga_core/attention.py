@@ -17,6 +17,7 @@ from .costs import FormChoice, Machine, choose
 from .forms import FORMS, check_form
 from .forms.projections import Attend
 from .kernels import check_kernel
+from .kernels.products import Linear
 from .parallel import agree, degree, gather_sequence
 from .rotary import Rotary, rotary_tables, rotate, softmax_scale
 from .sharding import TokenOrder, check_layout
@@ -68,7 +69,7 @@ class MLAAttention(nn.Module):
             self.form_options = check_form(config, degree(group), form, form_options)
 
         c, heads = config, config.num_attention_heads
-        linear = partial(nn.Linear, bias=False, dtype=dtype, device=device)
+        linear = partial(Linear, bias=False, dtype=dtype, device=device)
         norm = partial({"rms": nn.RMSNorm, "layer": nn.LayerNorm}[c.norm], eps=c.norm_eps, dtype=dtype, device=device)
         if c.q_lora_rank is None:
             self.q_proj = linear(c.hidden_size, heads * c.qk_head_dim)

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from .device import resolve_device
+from .kernels.products import Linear
 from .parallel import agree, all_reduce_gradients, degree
 from .parallel.ledger import note
 
@@ -92,9 +93,9 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, **where: Any) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **where)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **where)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **where)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False, **where)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False, **where)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

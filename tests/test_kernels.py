@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from laga_core import kernels
-from laga_core.kernels import attention, choose, sdpa, tiled
+from laga_core.kernels import attention, choose, products, sdpa, tiled
 
 KERNELS = ["eager", "tiled", "sdpa", "auto"]
 # batch, s_q, s_k, heads, kv_heads, dim, dim_v
@@ -96,6 +96,13 @@ def test_equal_to_the_definition_in_float64(kernel, shape, causal):
     assert difference(kernel, shape, torch.float64, causal) < 1e-12
 
 
+@pytest.fixture(params=[True, False], ids=["instructions", "no instructions"])
+def half_precision(request, monkeypatch):
+    """As on a CPU that has instructions for half precision, and as on one that has none."""
+    monkeypatch.setattr(products, "_has_instructions", lambda dtype: request.param)
+
+
+@pytest.mark.usefixtures("half_precision")
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_tiled_in_lower_precision(shape, dtype, limit):
@@ -103,6 +110,7 @@ def test_tiled_in_lower_precision(shape, dtype, limit):
         assert difference("tiled", shape, dtype, causal) < limit
 
 
+@pytest.mark.usefixtures("half_precision")
 def test_tiled_does_not_suffer_from_large_scores():
     # Scores of about 30: rounded to bfloat16 as they are, each would be off by 0.1 and each probability by a tenth.
     shape = (1, 200, 200, 2, 2, 64, 32)
@@ -296,3 +304,66 @@ def test_second_derivatives_are_refused():
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError):
         grad.sum().backward()
+
+
+# --- products in half precision
+
+
+@pytest.fixture
+def widened(monkeypatch):
+    """Every product is taken for one that this CPU has no instructions for."""
+    monkeypatch.setattr(products, "slow", lambda x: True)
+
+
+PAIRS = [((5, 7), (7, 3)), ((2, 5, 7), (2, 7, 3)), ((2, 3, 5, 7), (2, 3, 7, 4))]
+
+
+def pair(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("shapes", PAIRS, ids=str)
+def test_widened_products_in_float64(shapes):
+    a, b = pair(shapes, torch.float64)
+    torch.testing.assert_close(products.matmul(a, b), a @ b)
+    assert torch.autograd.gradcheck(products.matmul, (a, b))
+    # Operands that are views, as the forms hand them over.
+    x, y = pair([(*shapes[0][:-2], *shapes[0][:-3:-1]), shapes[1]], torch.float64)
+    assert torch.autograd.gradcheck(lambda x, y: products.matmul(x.mT, y), (x, y))
+
+
+@pytest.mark.usefixtures("widened")
+def test_a_widened_linear_layer_in_float64():
+    x, weight = pair([(2, 3, 5), (4, 5)], torch.float64)
+    torch.testing.assert_close(products.linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert torch.autograd.gradcheck(products.linear, (x, weight))
+
+
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("dtype, step", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_a_widened_product_is_rounded_once_and_keeps_nothing_wide(dtype, step):
+    x, weight = pair([(2, 30, 400), (50, 400)], dtype)
+    dout = pair([(2, 30, 50)], dtype)[0].detach()
+    saved: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16):
+        out = products.linear(x, weight)
+    got = [out, *torch.autograd.grad(out, (x, weight), dout)]
+    exact = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    want = torch.nn.functional.linear(*exact)
+    for one, true in zip(got, [want, *torch.autograd.grad(want, exact, dout.double())], strict=True):
+        assert one.dtype == dtype
+        assert ((one.double() - true).abs() <= step * true.abs() + 1e-4).all()
+    assert {t.dtype for t in saved} == {dtype}
+
+
+def test_products_are_pytorchs_own_where_they_are_quick(monkeypatch):
+    monkeypatch.setattr(products, "_has_instructions", lambda dtype: dtype == torch.float16)
+    asked = {dtype: products.slow(torch.zeros(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)}
+    assert asked == {torch.bfloat16: True, torch.float16: False}
+    assert not products.slow(torch.zeros(1)) and not products.slow(torch.zeros(1).double())
+    assert not products.slow(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
+    x, weight = pair([(3, 5), (4, 5)], torch.float16)
+    assert products.linear(x, weight).grad_fn.name() != "_WidenedBackward"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..kernels.products import matmul
 from ..parallel import gather_sequence, heads_to_sequence, sequence_to_heads
 from ..rotary import Rotary
 from .projections import Attend, Projections, local_heads
@@ -42,5 +43,5 @@ def absorbed(
 def _each_head(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply ``[batch, s, heads', n]`` by one ``[n, m]`` matrix a head: ``[heads', n, m]``."""
     rows = x.permute(2, 0, 1, 3).flatten(1, 2)  # [heads', batch * s, n], a view: backward keeps no copy
-    product = torch.bmm(rows, weight)  # [heads', batch * s, m]
+    product = matmul(rows, weight)  # [heads', batch * s, m]
     return product.unflatten(1, x.shape[:2]).permute(1, 2, 0, 3)  # [batch, s, heads', m]

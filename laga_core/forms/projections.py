@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..config import MLAConfig
 from ..kernels import Parts, attention
+from ..kernels.products import linear
 from ..parallel import degree
 from ..rotary import Rotary
 from ..sharding import TokenOrder
@@ -87,7 +88,7 @@ def keys_and_values(config: MLAConfig, latent: Tensor, up: Tensor) -> tuple[Tens
 
     Returns k_nope ``[batch, s, heads', nope]`` and v ``[batch, s, heads', v]``, two views of one product.
     """
-    kv = torch.nn.functional.linear(latent, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
+    kv = linear(latent, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
     k_nope, v = kv.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
     return k_nope, v
 

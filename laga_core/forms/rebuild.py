@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ..config import MLAConfig
 from ..kernels import attention, tiled
+from ..kernels.products import linear
 from ..parallel import degree
 from ..parallel.collectives import scatter_heads, scatter_sequence
 from ..rotary import rotary_tables, rotate
@@ -55,7 +56,7 @@ class Rebuild:
     def query(self, q_latent: Tensor, up_q: Tensor) -> Tensor:
         """``[batch, rows, q_lora]`` by ``[n, nope + rope, q_lora]``, rotated: ``[batch, rows, n, nope + rope]``."""
         c = self.config
-        q = torch.nn.functional.linear(q_latent, up_q.flatten(0, 1)).unflatten(-1, up_q.shape[:2])
+        q = linear(q_latent, up_q.flatten(0, 1)).unflatten(-1, up_q.shape[:2])
         positions = self.attention.tokens.positions[self.first : self.first + self.rows]
         rotary = rotary_tables(c, positions, q.dtype, q.device)
         if rotary is None:

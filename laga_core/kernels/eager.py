@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .products import matmul
+
 
 def attend(
     q: Tensor | tuple[Tensor, ...], k: Tensor | tuple[Tensor, ...], v: Tensor, *, scale: float, causal: bool
@@ -29,9 +31,9 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     k = k.transpose(1, 2).contiguous()  # [batch, kv_heads, s_k, dim]
     q = (q * scale).transpose(1, 2).contiguous()  # [batch, heads, s_q, dim]
     if k.shape[1] == heads:
-        return q @ k.transpose(-1, -2)
+        return matmul(q, k.transpose(-1, -2))
     # One shared key: fold the heads into the rows of a single product rather than copy the key for each.
-    product = q.flatten(1, 2) @ k.squeeze(1).transpose(-1, -2)  # [batch, heads * s_q, s_k]
+    product = matmul(q.flatten(1, 2), k.squeeze(1).transpose(-1, -2))  # [batch, heads * s_q, s_k]
     # As matmul itself does: a plain view could not be masked in place without two more score matrices in backward.
     return torch.ops.aten._unsafe_view(product, [*q.shape[:3], k.shape[2]])
 
@@ -40,9 +42,9 @@ def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
     heads = probabilities.shape[1]
     v = v.transpose(1, 2).contiguous()  # [batch, kv_heads, s_k, dim_v]
     if v.shape[1] == heads:
-        out = probabilities @ v
+        out = matmul(probabilities, v)
     else:
-        out = (probabilities.flatten(1, 2) @ v.squeeze(1)).unflatten(1, (heads, -1))
+        out = matmul(probabilities.flatten(1, 2), v.squeeze(1)).unflatten(1, (heads, -1))
     return out.transpose(1, 2)  # [batch, s_q, heads, dim_v]
 
 

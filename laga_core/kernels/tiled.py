@@ -2,7 +2,8 @@
 
 Scores are formed one tile at a time (online softmax), and once more in backward from the log-sum-exp kept by forward
 (Rabe & Staats 2021; Dao et al. 2022). Tiles above the causal diagonal are never touched. Sums are kept in float32
-(float64 for float64 inputs); products run in the input's dtype, where the matrix units are fast.
+(float64 for float64 inputs); products run in the input's dtype, where the matrix units are fast, and on a CPU that has
+none for half precision in float32.
 
 A product in half precision is rounded as it is written, and the exponential turns that into an error of |score| * eps
 in every probability. So such scores are written with the row's maximum (in backward: its log-sum-exp) already
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from . import products
 
 _LOG2E = math.log2(math.e)
 
@@ -255,7 +258,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _use_linear(x: Tensor) -> bool:
     """float32 on a CPU goes to MKL, which is slow on other vendors' machines; oneDNN, which PyTorch has too, is not."""
-    return x.dtype == torch.float32 and _on_cpu(x) and torch.backends.mkldnn.is_available() and _LINEAR
+    return _product_dtype(x) == torch.float32 and _on_cpu(x) and torch.backends.mkldnn.is_available() and _LINEAR
 
 
 def _linear(a: Tensor, b: Tensor) -> Tensor:
@@ -276,9 +279,9 @@ def _view(flat: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def _matrices(x: Tensor, groups: int) -> Tensor:
-    """``[batch, seq, groups * n, dim]`` -> ``[batch * groups, seq * n, dim]``, contiguous."""
+    """``[batch, seq, groups * n, dim]`` -> ``[batch * groups, seq * n, dim]``, contiguous, in the products' dtype."""
     x = x.unflatten(2, (groups, -1)).transpose(1, 2)  # [batch, groups, seq, n, dim]
-    return x.reshape(x.shape[0] * groups, -1, x.shape[-1]).contiguous()
+    return x.to(_product_dtype(x)).reshape(x.shape[0] * groups, -1, x.shape[-1]).contiguous()
 
 
 def _store(x: Tensor, target: Tensor, groups: int) -> None:
@@ -290,6 +293,10 @@ def _store(x: Tensor, target: Tensor, groups: int) -> None:
 def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     """Pieces of ``start..stop``, each ``step`` long but for the last."""
     return ((first, min(first + step, stop)) for first in range(start, stop, step))
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    return _sum_dtype(x) if products.slow(x) else x.dtype
 
 
 def _on_cpu(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from ..kernels import KERNELS, tiled
+from ..kernels import KERNELS, products, tiled
 from . import fused
 
 topology = import_module("laga_core.parallel.topology")  # the package has a function of that name
@@ -79,14 +79,20 @@ def stand_ins(device: str) -> Iterator[None]:
         stack.enter_context(mock.patch.object(tiled, "_cut", _ends))
         if device == "accelerator":
             stack.enter_context(mock.patch.object(tiled, "_on_cpu", lambda x: False))
+            stack.enter_context(mock.patch.object(products, "slow", lambda x: False))
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_rms_norm))
         yield
 
 
 def _ends(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-    """The first and the last of the pieces the tiled kernel works through: what happens in between is the same."""
-    for first in sorted({start, start + (stop - start - 1) // step * step}) if stop > start else ():
-        yield first, min(first + step, stop)
+    """The first, the last but one and the last of the pieces the tiled kernel works through.
+
+    That is every kind of neighbours that memory sees: a whole piece that meets what another one left, and the rest that
+    does. What happens in between is the same again.
+    """
+    pieces = -(-(stop - start) // step)
+    for piece in sorted({0, pieces - 2, pieces - 1} & set(range(pieces))):
+        yield start + piece * step, min(start + (piece + 1) * step, stop)
 
 
 def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
