@@ -415,3 +415,17 @@ def picks(
              "predicted": costs, "measured": seconds}
         )  # fmt: skip
     return found
+
+
+def overlap_gains(picks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What overlap gained on the unshaped link, by :func:`picks`, and ``can``, the most that it can hide there.
+
+    What is gained beyond that, or lost, is the scatter of the medians.
+    """
+    rows = []
+    for pick in picks:
+        gained, can = (pick[which]["Laga"] - pick[which]["Laga, overlap"] for which in ("measured", "predicted"))
+        if pick["link"] is None:
+            part = gained / pick["measured"]["Laga, overlap"]
+            rows.append({**{key: pick[key] for key in ("seq", "heads")}, "gained": gained, "part": part, "can": can})
+    return rows
