@@ -137,8 +137,9 @@ class Chart:
 
     @property
     def controls(self) -> list[str]:
-        """The labels of the inputs."""
-        return [text.strip() for text in self.root.locator(".laga-controls .vega-bind-name").all_text_contents()]
+        """The labels of the inputs to be seen."""
+        names = self.root.locator(".laga-controls .vega-bind-name").filter(visible=True)
+        return [text.strip() for text in names.all_text_contents()]
 
     def control(self, label: str) -> Locator:
         rows = self.root.locator(".laga-controls .vega-bind")

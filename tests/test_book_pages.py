@@ -29,7 +29,7 @@ def check_charts(seen: Visit) -> None:
         assert chart.root.locator(".laga-plot svg path").count() > 0
         assert chart.rows(), f"{name} offers no data"
         assert chart.root.locator(".laga-table table tbody tr").count() > 0
-        for control in chart.root.locator(".laga-controls :is(input, select)").all():
+        for control in chart.root.locator(".laga-controls :is(input, select)").filter(visible=True).all():
             control.focus()
             assert control.evaluate("input => input === document.activeElement && input.tabIndex >= 0")
 
