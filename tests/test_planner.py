@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 import torch
@@ -17,13 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from laga_core import MLAAttention, MLAConfig, communication, shard_sequence
 from laga_core.__main__ import main
 from laga_core.charts import live, planner
-from laga_core.costs import FormChoice, Machine, choose, cost
+from laga_core.costs import Cost, FormChoice, Machine, choose, cost
 from laga_core.costs.choice import code
-from laga_core.forms import check_form
+from laga_core.experiments.communication import crossover
+from laga_core.forms import STRONG_EXPLICIT, check_form
 from laga_core.memory.fake import fake_group
 
 V3 = MLAConfig.preset("deepseek-v3")
 PAGE = "book/planner.html"
+BOOK = Path(__file__).resolve().parent.parent / "book"
 OWN = {"hidden_size": 4096, "num_attention_heads": 40, "q_lora_rank": 0, "kv_lora_rank": 64, "v_head_dim": 256}
 
 SETTINGS: list[dict[str, Any]] = [
@@ -280,3 +284,71 @@ def test_bytes_are_those_of_both_directions() -> None:
                 for d in ("forward", "backward")]  # fmt: skip
         assert found.sent_bytes == sum(each.total_bytes for each in both)
         assert found.inter_node_bytes == sum(each.inter_node_bytes or 0 for each in both)
+
+
+# --- the chapter ---
+
+
+def test_the_chapter_states_what_the_model_gives() -> None:
+    text = " ".join((BOOK / "planner.md").read_text(encoding="utf-8").split())
+    split = {"context": 2, "layout": "zigzag"}
+    members = [("explicit", STRONG_EXPLICIT), ("laga", {}), ("laga", split), ("laga", {**split, "recompute": True})]
+    machine = Machine.typical("npu")
+    strong, plain, halves, again = (cost(V3, form, 32768, 16, machine, **options) for form, options in members)
+    table = (strong, plain, halves)
+    near, far = machine.node_link, machine.slow_link or 0
+    rows: dict[str, Callable[[Cost], float]] = {
+        "computing, ms": lambda c: 1e3 * c.compute,
+        "in the node, MB": lambda c: (c.sent_bytes - c.inter_node_bytes) / 1e6,
+        "... at 60 GB/s, ms": lambda c: 1e3 * (c.sent_bytes - c.inter_node_bytes) / near,
+        "between nodes, MB": lambda c: c.inter_node_bytes / 1e6,
+        "... at 11 GB/s, ms": lambda c: 1e3 * c.inter_node_bytes / far,
+        "collectives, ms": lambda c: 1e3 * c.latency,
+        "kept by 61 layers, GB": lambda c: 61 * c.saved_bytes / 1e9,
+    }
+    said = [f"| {name} | " + " | ".join(f"{of(each):.1f}" for each in table) + " |" for name, of in rows.items()]
+    said.append("| **a layer, ms** | " + " | ".join(f"**{1e3 * each.seconds:.1f}**" for each in table) + " |")
+    unfolding, crossing = halves.compute - plain.compute, plain.inter_node_bytes - halves.inter_node_bytes
+    inside = (halves.sent_bytes - halves.inter_node_bytes - plain.sent_bytes + plain.inter_node_bytes) / near
+    calls = halves.latency - plain.latency
+    lite = MLAConfig.preset("deepseek-v2-lite")
+    one_node, two_nodes = planner.planned(lite, sp=8), planner.planned(lite)
+    opponent = next(each for each in two_nodes.weighed if each.form == "explicit")
+    said += [
+        f"there, {strong.inter_node_bytes / halves.inter_node_bytes:.0f} times less",
+        f"takes {1e3 * unfolding:.1f} ms and {61 * (halves.saved_bytes - plain.saved_bytes) / 1e9:.0f} GB",
+        f"another {1e3 * (again.compute - halves.compute):.1f} ms and keeps {61 * again.saved_bytes / 1e9:.1f} GB",
+        f"costs {1e3 * unfolding:.1f} ms of computing, {1e3 * inside:.1f} ms in the node and {1e3 * calls:.2f} ms",
+        f"saves {crossing / 1e6:.1f} MB between nodes. They take as long at "
+        f"{crossing / (unfolding + inside + calls) / 1e9:.0f} GB/s",
+        f"Laga sends {one_node.best.sent_bytes / 1e6:.1f} MB",
+        f"still finds, {100 * (ratio(one_node) - 1):.0f} %",
+        f"takes {ratio(two_nodes):.2f} times as long as $R = 2$: of its {opponent.sent_bytes / 1e6:.1f} MB "
+        f"{opponent.inter_node_bytes / 1e6:.1f} go between nodes, where $R = 2$ sends "
+        f"{two_nodes.best.inter_node_bytes / 1e6:.1f}",
+        f"d_{{kv}} = {V3.num_attention_heads * (V3.qk_nope_head_dim + V3.v_head_dim) / V3.kv_lora_rank:.0f}$",
+        f"equal at {crossover(V3):.0f} ranks",
+    ]
+    assert [each for each in said if each not in text] == []
+    assert one_node.best.sent_bytes == next(c for c in one_node.weighed if c.options == STRONG_EXPLICIT).sent_bytes
+
+
+def test_the_settings_that_the_chapter_links_to_give_what_it_says() -> None:
+    text = (BOOK / "planner.md").read_text(encoding="utf-8")
+    links = re.findall(r'href="\?([^"]+)"', text)
+    many, fast, long = (
+        planner.planned(V3, **{name.removeprefix("planner."): int(value) for name, value in parse_qsl(unescape(link))})
+        for link in links
+    )
+    assert many.form == "explicit" and f"{ratio(many):.2f}" == "1.02"
+    assert f"{ratio(fast):.2f}" == "1.01" and "take the plainer" in fast.reason
+    assert ratio(long) < 1.015 and {"explicit", "laga"} <= {each.form for each in long.fitting}
+    changes = [
+        far for far in range(40 * 4, 60 * 4) if planner.planned(V3, memory=192, far=far / 4).options.get("context") != 2
+    ]
+    assert f"changes its mind at {changes[0] / 4} GB/s" in " ".join(text.split())
+
+
+def ratio(found: FormChoice) -> float:
+    """How many times as long the best of another form takes."""
+    return next(each for each in found.fitting if each.form != found.form).seconds / found.best.seconds
