@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -52,7 +52,7 @@ START: dict[str, Any] = {
 
 def planner() -> alt.LayerChart | alt.FacetChart:
     """Bars of the best member of each kind, what it sends and keeps; its answer in words and code is in its data."""
-    rows = _told(_weighed(_members()))
+    rows = _told(_weighed())
     chart = alt.layer(*_marks(), data=rows.data, transform=rows.transform)
     chart = chart.properties(width=600, height=alt.Step(54)).add_params(*_controls(), *_dimensions())
     chart = dressed(
@@ -147,28 +147,33 @@ def _dimensions() -> list[alt.Parameter]:
     return [alt.param(name=name, expr=expression) for name, expression in given.items()]
 
 
-def _members() -> list[dict[str, Any]]:
-    """A row for each member, in the order in which :func:`laga_core.costs.choose` weighs them."""
-    members: list[tuple[str, dict[str, Any]]] = [("explicit", {}), ("explicit", dict(STRONG_EXPLICIT))]
+def _members() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every member, in the order in which :func:`laga_core.costs.choose` weighs them."""
+    yield "explicit", {}
+    yield "explicit", dict(STRONG_EXPLICIT)
     for context in DEGREES:
-        members += [("laga", o) for o in laga_options(context, "zigzag", ("heads", "latent"), overlap=True)]
-    return [_row(order, form, options) for order, (form, options) in enumerate([*members, ("absorbed", {})])]
+        for options in laga_options(context, "zigzag", ("heads", "latent"), overlap=True):
+            yield "laga", options
+    yield "absorbed", {}
+
+
+def _alike(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that stand for all with the same expressions: any number of groups is two."""
+    return options | ({"context": 2} if "context" in options else {})
 
 
 def _row(order: int, form: str, options: dict[str, Any]) -> dict[str, Any]:
-    context = options.get("context", 1)
-    alike = options | ({"context": 2} if context > 1 else {})
+    alike = _alike(options)
     return {
         "member": in_words(form, options),
         "form": form,
         "_order": order,
-        "_context": context,
+        "_context": options.get("context", 1),
         "_overlap": options.get("overlap", False),
         "_latent": options.get("query") == "latent",
-        "_alike": in_words(form, alike),  # members with the same expressions
+        "_alike": in_words(form, alike),
         "_kind": in_words(form, {name: value for name, value in alike.items() if name != "overlap"}),
         "_code": code(form, options, _CONFIG),
-        "_options": alike,
     }
 
 
@@ -179,23 +184,18 @@ _RUNS = (
 )
 
 
-def _parts(rows: list[dict[str, Any]]) -> dict[str, str]:
+def _parts() -> dict[str, str]:
     """For each of the cost's parts a Vega expression of a row and of what the reader sets."""
-    members = {row["_alike"]: (row["form"], row.pop("_options")) for row in rows}
     texts: dict[str, dict[str, str]] = {part: {} for part in PARTS}
-    for alike, (form, options) in members.items():
-        by_setting = {
-            (latent, causal): cost_parts(form, causal, latent, **options)
-            for latent in ((True,) if options.get("query") == "latent" else (False, True))
-            for causal in (False, True)
-        }
+    for form, options in _members():
+        alike = _alike(options)
+        if options != alike:
+            continue
+        queries = (True,) if options.get("query") == "latent" else (False, True)
+        found = {(q, causal): cost_parts(form, causal, q, **alike) for q in queries for causal in (False, True)}
         for part in PARTS:
-            found = {setting: _vega(each[part]) for setting, each in by_setting.items()}
-            direct, latent = (
-                _either("causal", found[q, True], found[q, False]) if (q, True) in found else None
-                for q in (False, True)
-            )
-            texts[part][alike] = _either("q_lora_rank > 0", latent or "", direct or latent or "")
+            of = {q: _either("causal", _vega(found[q, True][part]), _vega(found[q, False][part])) for q in queries}
+            texts[part][in_words(form, alike)] = _either("q_lora_rank > 0", of[True], of[queries[0]])
     return {f"_{part}": _by_member(each) for part, each in texts.items()}
 
 
@@ -218,8 +218,9 @@ def _by_member(texts: Mapping[str, str]) -> str:
     return "".join(tests) + f"({last[0]})"
 
 
-def _weighed(rows: list[dict[str, Any]]) -> alt.Chart:
-    """The rows with their costs, ranked as :func:`laga_core.costs.choose` ranks them; of each kind the best is left."""
+def _weighed() -> alt.Chart:
+    """A row for the best member of each kind, ranked as :func:`laga_core.costs.choose` does, with its costs."""
+    rows = [_row(order, *member) for order, member in enumerate(_members())]
     seconds = {f"_{name}": to_vega(each, _DATUM) for name, each in seconds_expressions().items()}
     everywhere: dict[str, Any] = {"frame": [None, None]}
     by_rank = _sorted("_unfit", "_key", "_seconds", "_order")
@@ -231,7 +232,7 @@ def _weighed(rows: list[dict[str, Any]]) -> alt.Chart:
     return (
         alt.Chart(alt.InlineData(rows))
         .transform_filter(_RUNS)
-        .transform_calculate(**_parts(rows))
+        .transform_calculate(**_parts())
         .transform_calculate(**seconds)
         .transform_calculate(
             _seconds="datum._compute + datum._transfer + datum._latency",
