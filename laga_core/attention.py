@@ -16,7 +16,7 @@ from .config import MLAConfig
 from .costs import FormChoice, Machine, choose
 from .forms import FORMS, check_form
 from .forms.projections import Attend
-from .kernels import check_kernel
+from .kernels import PROBLEMS, check_kernel
 from .kernels.products import Linear
 from .parallel import agree, degree, gather_sequence
 from .rotary import Rotary, rotary_tables, rotate, softmax_scale
@@ -212,6 +212,8 @@ def _input_problem(module: MLAAttention, hidden: Tensor, positions: Tensor | Non
         check_layout(hidden.shape[1] * sp, sp, options.get("layout", "contiguous"), options.get("context", 1))
     except ValueError as error:
         return str(error)
+    if problem := _kernel_problem(module, hidden):
+        return problem
     if positions is None:
         return None
     if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.is_complex():
@@ -219,3 +221,17 @@ def _input_problem(module: MLAAttention, hidden: Tensor, positions: Tensor | Non
     if list(positions.shape) != [hidden.shape[1]]:
         return f"positions must be [seq/sp] = [{hidden.shape[1]}], got {list(positions.shape)}"
     return None
+
+
+def _kernel_problem(module: MLAAttention, hidden: Tensor) -> str | None:
+    """Why the kernel cannot take the query, key and value that the form will give it; ``None`` where it can."""
+    problem = PROBLEMS.get(module.kernel)
+    if problem is None:
+        return None
+    c, sp, context = module.config, degree(module.group), module.form_options.get("context", 1)
+    heads, keys = c.num_attention_heads * context // sp, hidden.shape[1] * sp
+    dim, dim_v = (c.latent_dim, c.kv_lora_rank) if module.form == "absorbed" else (c.qk_head_dim, c.v_head_dim)
+    like = hidden.detach()[0, 0, :1]  # their device and dtype, at no cost
+    shapes = ((keys // context, heads, dim), (keys, heads, dim), (keys, heads, dim_v))
+    reason = problem(*(like.expand(1, s, n, size) for s, n, size in shapes))
+    return reason and f"kernel {module.kernel!r} cannot do this: {reason}; use kernel='tiled', or 'auto' to choose one"

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -477,16 +478,29 @@ def test_bad_options_say_what_to_do(config: MLAConfig, options: dict[str, Any], 
         communication(config, "laga", 24, 1, **options)
 
 
-def refused(group: Any) -> list[str]:
-    def layer(heads: int = 8, **options: Any) -> MLAAttention:
-        return MLAAttention(replace(TOY, num_attention_heads=heads), "laga", group=group, **options)
+def refused(group: Any) -> tuple[list[str], list[str]]:
+    """What each mistake raises on this rank, and the collectives that had moved data by then."""
 
+    def layer(heads: int = 8, q_lora_rank: int | None = 24, **options: Any) -> MLAAttention:
+        config = replace(TOY, num_attention_heads=heads, q_lora_rank=q_lora_rank)
+        return MLAAttention(config, "laga", group=group, **options)
+
+    with record_bytes() as ledger:
+        return _refused(group, layer), [entry.collective for entry in ledger.entries]
+
+
+def _refused(group: Any, layer: Callable[..., MLAAttention]) -> list[str]:
     zig, hidden = {"context": 2, "layout": "zigzag"}, torch.randn(1, 4, TOY.hidden_size)
     rank = dist.get_rank(group)
     return [
         raised(lambda: layer(context=3)),
         raised(lambda: layer(heads=3, context=2)),
-        raised(lambda: layer(**zig)(hidden[:, :1])),  # 4 tokens in all do divide; 4 * 1 % (2 * 2) == 0
+        raised(lambda: layer(q_lora_rank=None, query="latent")),
+        raised(lambda: layer(head_chunk=3)),
+        raised(lambda: layer(context=2, head_chunk=5)),
+        raised(lambda: layer(head_chunk=0)),
+        raised(lambda: layer(kernel="npu")(hidden)),
+        raised(lambda: layer(kernel="npu", **zig, recompute=True)(hidden)),
         raised(lambda: layer(context=4, layout="zigzag")(hidden[:, :1])),
         raised(lambda: layer(**zig)(hidden, torch.arange(4) + 4 * rank)),
         raised(lambda: layer(context=2 if rank else 4)(hidden)),
@@ -501,7 +515,12 @@ def test_bad_sizes_are_refused_on_every_rank_alike() -> None:
     wanted = [
         "ValueError: context=3 does not divide sp=4; choose context among [1, 2, 4]",
         "3 heads cannot be split evenly over sp/context = 2 ranks (sp=4, context=2); choose context among [4]",
-        "nothing",
+        "query='latent' needs a query latent, but q_lora_rank is None; use query='heads'",
+        "head_chunk=3 is more than the 2 heads of a rank; choose 1 to that",
+        "head_chunk=5 is more than the 4 heads of a rank",
+        "head_chunk must be a whole number of at least 1 or None, got 0",
+        "kernel 'npu' cannot do this: the tensors are on cpu, not on an Ascend NPU; use kernel='tiled'",
+        "kernel 'npu' cannot do this",
         "2 * context = 8 equal pieces, which seq=4 is not a multiple of",
         "positions are not those of layout='zigzag' with context=2",
         "the ranks do not agree",
@@ -509,6 +528,7 @@ def test_bad_sizes_are_refused_on_every_rank_alike() -> None:
         "2 * context = 8 equal pieces",
         "unknown layout 'striped'; known: contiguous, zigzag",
     ]
-    for found in by_rank:
+    for found, moved in by_rank:
         for text, part in zip(found, wanted, strict=True):
             assert part in text, f"{text!r} does not say {part!r}"
+        assert moved == ["all_gather"], "of the positions given, which only all ranks together can judge; nothing else"

@@ -20,6 +20,9 @@ KERNELS: dict[str, Kernel] = {
     "sdpa": sdpa.attend,
     "npu": npu.attend,
 }
+PROBLEMS: dict[str, Callable[[Tensor, Tensor, Tensor], str | None]] = {"npu": npu.problem}
+"""Of kernels that do not take every query, key and value: why not these, ``None`` where they do."""
+
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
 
@@ -118,4 +121,4 @@ def _check_shapes(q: Parts, k: Parts, v: Tensor, causal: bool) -> None:
         raise ValueError(f"attention: dtypes and devices differ: {[(str(x.dtype), str(x.device)) for x in tensors]}")
 
 
-__all__ = ["KERNELS", "Choice", "Kernel", "Parts", "attention", "check_kernel", "choose"]
+__all__ = ["KERNELS", "PROBLEMS", "Choice", "Kernel", "Parts", "attention", "check_kernel", "choose"]
