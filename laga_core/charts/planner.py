@@ -270,7 +270,7 @@ def _told(weighed: alt.Chart) -> alt.Chart:
         code=f"replace(datum._code, '{_CONFIG}', config)",
         **{f"_is_{piece}": f"'{piece}'" for piece in PIECES},
         _start="0",
-        _room="1.16e3 * datum._slowest",  # for what is written at a bar's end
+        _room="1.2e3 * datum._slowest",  # for what is written at a bar's end
         _sent_until="datum.computing_ms + datum.sending_ms",
         _name="datum.member + (datum.recommended ? ': recommended' : '')",
         _time="format(datum.ms, datum.ms < 10 ? ',.2f' : ',.1f') + ' ms'",
