@@ -37,7 +37,7 @@ print: book browser # the whole book as one PDF, drawn by Chrome or Chromium
 	  --print-to-pdf=$(CURDIR)/_build/book.pdf "file://$$PWD/index.html" 2>/dev/null
 	@ls -l _build/book.pdf
 
-bench: $(RUN_READY)
+bench: $(TEST_READY)
 	@$(PY) -m benchmarks
 
 clean:

@@ -5,6 +5,7 @@ Absolute times on a shared machine mean little; a ratio of two things measured i
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import statistics
@@ -49,30 +50,33 @@ class Comparison:
 HEADER = f"{'':<46}{'ours':>12}{'theirs':>12}{'ratio':>9}  wanted"
 
 
-def interleaved(candidates: dict[str, Callable[[], object]], repeats: int = 5, spare: int = 0) -> dict[str, float]:
-    """Median seconds of each candidate: an untimed call each, then ``repeats`` rounds, the order turned every round.
+def interleaved(
+    candidates: dict[str, Callable[[], object]], repeats: int = 5, spare: int = 0, seconds: float = math.inf
+) -> dict[str, float]:
+    """Median seconds of each candidate over ``repeats`` rounds, the order turned every round.
 
-    Up to ``spare`` rounds more are run while other processes disturb them, and the least disturbed are kept. Ranks of
-    one job must all run as many: leave it 0 there.
+    Call each once before. Up to ``spare`` rounds more are run while other processes disturb them, and the least
+    disturbed are kept. No round but the first begins after ``seconds``. Ranks of one job must all run as many: leave
+    both as they are there.
     """
     rounds: list[tuple[float, dict[str, float]]] = []  # share of the machine that others took, seconds
-    for run in candidates.values():
-        run()
-    names = list(candidates)
+    names, end = list(candidates), time.perf_counter() + seconds
     while len(rounds) < repeats + spare and sum(others < _QUIET for others, _ in rounds) < repeats:
+        if rounds and time.perf_counter() > end:
+            break
         turn = len(rounds) % len(names)
-        seconds = {}
+        took = {}
         others_before, begin = _others_cpu_seconds(), time.perf_counter()
         for name in names[turn:] + names[:turn]:
             start = time.perf_counter()
             candidates[name]()
-            seconds[name] = time.perf_counter() - start
+            took[name] = time.perf_counter() - start
         wall = time.perf_counter() - begin
-        rounds.append(((_others_cpu_seconds() - others_before) / wall / (os.cpu_count() or 1), seconds))
+        rounds.append(((_others_cpu_seconds() - others_before) / wall / (os.cpu_count() or 1), took))
     kept = sorted(rounds, key=lambda r: r[0])[:repeats]
     if spare and kept[-1][0] > 2 * _QUIET:
-        print(f"the machine is busy: other processes took up to {kept[-1][0]:.0%} of it in what follows")
-    return {name: statistics.median(seconds[name] for _, seconds in kept) for name in names}
+        print(f"the machine is busy: other processes took up to {kept[-1][0]:.0%} of it in what follows", flush=True)
+    return {name: statistics.median(took[name] for _, took in kept) for name in names}
 
 
 def _others_cpu_seconds() -> float:
@@ -93,18 +97,20 @@ def faster(
     *,
     at_least: float | None = None,
     repeats: int = 5,
+    seconds: float = math.inf,
 ) -> Comparison:
-    """How many times faster ``ours`` is."""
-    seconds = interleaved({"ours": ours, "theirs": theirs}, repeats, spare=repeats)
-    ratio = seconds["theirs"] / seconds["ours"]
-    mine, other = (f"{1e3 * seconds[who]:.0f} ms" for who in ("ours", "theirs"))
-    return Comparison(name, mine, other, ratio, at_least=at_least, profile=lambda: operators(ours))
+    """How many times faster ``ours`` is; see :func:`interleaved`."""
+    took = interleaved({"ours": ours, "theirs": theirs}, repeats, spare=repeats, seconds=seconds)
+    mine, other = (f"{1e3 * took[who]:.0f} ms" for who in ("ours", "theirs"))
+    return Comparison(
+        name, mine, other, took["theirs"] / took["ours"], at_least=at_least, profile=lambda: operators(ours)
+    )
 
 
 def smaller(
     name: str, ours: Callable[[], object], theirs: Callable[[], object], *, at_most: float | None = None
 ) -> Comparison:
-    """The part of the peak memory of ``theirs`` that ``ours`` takes."""
+    """The part of the peak memory of ``theirs`` that ``ours`` takes, in one call of each: which also warms them up."""
     mine, other = peak_bytes(ours), peak_bytes(theirs)
     return Comparison(name, f"{mine / 1e6:.0f} MB", f"{other / 1e6:.0f} MB", mine / other, at_most=at_most)
 
