@@ -1,4 +1,11 @@
-"""Scaled dot-product attention for any head sizes: one call, several kernels, and the choice among them."""
+"""Scaled dot-product attention for any head sizes: one call, several kernels, and the choice among them.
+
+On CUDA the vendor's kernel is PyTorch's ``scaled_dot_product_attention``. Among those it picks from, the
+memory-efficient one takes a value narrower than the key, 192/128 and 576/512, on any GPU, and cuDNN's takes 192/128 on
+Hopper and Blackwell (PyTorch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``). FlexAttention would take them
+as well (pytorch/pytorch#134043). It is left out: it is compiled for every new shape, its default tiles do not fit into
+shared memory at 576/512, and what it offers beyond the others, masks of any kind, is not needed here.
+"""
 
 from __future__ import annotations
 
