@@ -82,6 +82,40 @@ def test_flips_and_the_jump_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["jump"] == pytest.approx(1000, rel=1e-3)
 
 
+def test_gaps_are_those_between_the_last_chosen_and_the_first_left_out() -> None:
+    found = routing_noise.run("experts", None, 0, **routing_noise.SIZES | SMALL)
+    assert found["gaps"].shape == (4, 1, 16)
+    assert (found["gaps"] > 0).all()
+    # The first step's, from the definition: the model as drawn, its first walk.
+    config = model_config("experts", 16, 1, 4)
+    model, source = LanguageModel(config), torch.Generator().manual_seed(0)
+    table = torch.randint(256, (256, 4), generator=source)
+    seen = {}
+    model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, given: seen.update(tokens=given[0]))
+    model(routing_noise.chain(table, 17, source)[:, :-1])
+    scores = torch.sigmoid(seen["tokens"] @ model.layers[0].mlp.gate.weight.T).sort(-1, descending=True).values
+    assert torch.allclose(found["gaps"][0, 0].float(), scores[:, 1] - scores[:, 2], atol=1e-6)
+    assert routing_noise.run("every expert", None, 0, **routing_noise.SIZES | SMALL)["gaps"] is None
+
+
+def test_expected_flips_add_up_over_the_steps_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, choices = [1.0] * 3, torch.zeros(3, 1, 4, 2, dtype=torch.int64)
+    moved = choices.clone()
+    moved[2, 0, 1, 0] = 1
+    gaps = torch.tensor([0.001, 0.004, 0.1, 0.2]).double().expand(3, 1, 4)
+    runs = iter(
+        [
+            {"loss": loss, "choices": choices, "gaps": gaps},
+            {"loss": loss, "choices": moved, "gaps": gaps + 2e-5},
+        ]
+    )
+    monkeypatch.setattr(routing_noise, "run", lambda *args, **kwargs: next(runs))
+    found = routing_noise.ties(0)
+    assert (found["decisions"], found["first_flip"]) == (4, 2)
+    assert found["density"] == [100.0, 100.0]  # two of four below 0.005
+    assert found["expected"] == pytest.approx(2 * 4 * 100 * 2e-5 / 2)
+
+
 def record(model: str, seed: int, difference: list[float], **metrics) -> Record:
     known = {"loss": [], "flipped": [], "first_flip": None, "jump": None}
     return Record(

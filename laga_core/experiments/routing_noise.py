@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..model import LanguageModel, ModelConfig
 from ..results import Record, Store, provenance
 from ..training import Trainer
 
-EXPERIMENT = "routing_noise"
+EXPERIMENT, TIES = "routing_noise", "near_ties"
 MODELS = ("experts", "every expert", "dense")
 PAPER = {"moe_over_dense": 16, "jump": 1000}
 """What the paper reports (§8): by how much experts diverge more than dense, and the step at the first routing flip."""
@@ -43,6 +43,9 @@ SIZES: dict[str, Any] = {
     "pieces": 4,
 }
 """What a run takes unless told otherwise."""
+
+NEAR = 0.005
+"""Below this a gap between two scores counts as near, in the estimate of how many gaps lie at zero."""
 
 
 class SplitK(TorchDispatchMode):
@@ -124,16 +127,19 @@ def run(
 ) -> dict[str, Any]:
     """Train on random walks, a new one at each step; ``order`` seeds the order of summation (``None``: fixed).
 
-    Returns ``loss`` in nats, formed in fp64 from the model's fp32 logits, and ``choices``, the experts of every token:
-    ``[steps, layers, tokens, top_k]``, sorted, or ``None``.
+    Returns ``loss`` in nats, formed in fp64 from the model's fp32 logits. Of a model that chooses also ``choices``, the
+    experts of every token, ``[steps, layers, tokens, top_k]``, sorted, and ``gaps``, by how much the last expert chosen
+    leads the first one left out, ``[steps, layers, tokens]``; ``None`` otherwise.
     """
     config = model_config(model, hidden, layers, experts, top_k)
     trainer = Trainer(LanguageModel(config, seed=seed), lr=lr)
     choices: list[Tensor] = []
+    gaps: list[Tensor] = []
     logits: list[Tensor] = []
     for module in trainer.model.modules():
-        if isinstance(module, Router):
+        if isinstance(module, Router) and module.top_k < experts:
             module.register_forward_hook(lambda _, __, out: choices.append(out[1].sort(-1).values))
+            module.register_forward_hook(lambda router, given, _: gaps.append(_gap(router, given[0])))
     trainer.model.register_forward_hook(lambda _, __, out: logits.append(out.detach().double()))
     source = torch.Generator().manual_seed(seed)
     table = torch.randint(config.vocab_size, (config.vocab_size, 4), generator=source)
@@ -143,8 +149,16 @@ def run(
             tokens = chain(table, seq + 1, source)
             trainer.step(tokens)
             loss.append(torch.nn.functional.cross_entropy(logits.pop()[0], tokens[0, 1:]).item())
-    shape = (steps, layers, seq, -1)
-    return {"loss": loss, "choices": torch.stack(choices).view(shape) if choices else None}
+    shape = (steps, layers, seq)
+    found = {"choices": torch.stack(choices).view(*shape, -1), "gaps": torch.stack(gaps).view(shape)} if choices else {}
+    return {"loss": loss, "choices": None, "gaps": None, **found}
+
+
+def _gap(router: Router, tokens: Tensor) -> Tensor:
+    """Score of the last expert chosen less that of the next, ``[n]`` in fp64; no product that :class:`SplitK` sees."""
+    tokens, weight = tokens.detach().double(), router.weight.detach().double()
+    best = (tokens[:, None] * weight).sum(-1).sigmoid().topk(router.top_k + 1).values
+    return best[:, -2] - best[:, -1]
 
 
 def pair(model: str, seed: int, noise: bool = True, **sizes: Any) -> dict[str, Any]:
@@ -156,11 +170,7 @@ def pair(model: str, seed: int, noise: bool = True, **sizes: Any) -> dict[str, A
     """
     one, other = (run(model, 2 * seed + i if noise else None, seed, **SIZES | sizes) for i in range(2))
     difference = [abs(a - b) for a, b in zip(one["loss"], other["loss"], strict=True)]
-    flipped = [0] * len(difference)
-    if one["choices"] is not None:
-        moved = (one["choices"] != other["choices"]).any(-1)  # [steps, layers, tokens]
-        flipped = moved.any(1).sum(1).tolist()
-    first = next((step for step, count in enumerate(flipped) if count), None)
+    flipped, first = _flips(one, other)
     before = [d for d in difference[max(first - 10, 0) : first] if d] if first else []
     return {
         "loss": one["loss"],
@@ -169,6 +179,44 @@ def pair(model: str, seed: int, noise: bool = True, **sizes: Any) -> dict[str, A
         "first_flip": first,
         "jump": difference[first] / statistics.median(before) if first is not None and before else None,
     }
+
+
+def _flips(one: dict[str, Any], other: dict[str, Any]) -> tuple[list[int], int | None]:
+    """Tokens that two runs send to other experts, in any layer, at each step, and the first step that has one."""
+    if one["choices"] is None:
+        return [0] * len(one["loss"]), None
+    moved = (one["choices"] != other["choices"]).any(-1)  # [steps, layers, tokens]
+    flipped = moved.any(1).sum(1).tolist()
+    return flipped, next((step for step, count in enumerate(flipped) if count), None)
+
+
+def ties(seed: int, **sizes: Any) -> dict[str, Any]:
+    """How many flips two runs with experts should have had before their first, if rounding moves gaps at random.
+
+    Of ``decisions`` a step, ``density`` is the share whose gap is near, for each unit of gap, and ``moved`` the mean
+    distance between a gap in one run and in the other; lists over the steps before ``first_flip``. Half of the moves
+    go down, so decisions × density × moved / 2 flips a step are to be ``expected``: the sum over those steps.
+    """
+    one, other = (run("experts", 2 * seed + i, seed, **SIZES | sizes) for i in range(2))
+    first = _flips(one, other)[1]
+    gaps, others = (each["gaps"][:first].flatten(1) for each in (one, other))  # [steps before, decisions]
+    density, moved = (gaps < NEAR).double().mean(1) / NEAR, (gaps - others).abs().mean(1)
+    decisions = gaps.shape[1]
+    return {
+        "decisions": decisions,
+        "first_flip": first,
+        "density": density.tolist(),
+        "moved": moved.tolist(),
+        "expected": (decisions * density * moved / 2).sum().item(),
+    }
+
+
+def near_ties(
+    store: Store, seeds: Sequence[int] = range(8), workers: int = 2, timeout: float = 3600.0, **sizes: Any
+) -> list[Record]:
+    """A measured record of each seed with the metrics of :func:`ties`. One thread a worker."""
+    cells = [{"seed": seed, **SIZES, "steps": 150, **sizes} for seed in seeds]
+    return _measure(store, TIES, ties, cells, workers, timeout)
 
 
 def sweep(
@@ -182,11 +230,23 @@ def sweep(
 ) -> list[Record]:
     """A measured record of each model and seed; the metrics are those of :func:`pair`. One thread a worker."""
     cells = [{"model": m, "seed": s, "noise": noise, **SIZES, **sizes} for s in seeds for m in models]
-    found = launch(_share, cells, nproc=min(workers, len(cells)), device="cpu", threads_per_rank=1, timeout=timeout)
+    return _measure(store, EXPERIMENT, pair, cells, workers, timeout)
+
+
+def _measure(
+    store: Store,
+    experiment: str,
+    measurement: Callable[..., dict[str, Any]],
+    cells: list[dict[str, Any]],
+    workers: int,
+    timeout: float,
+) -> list[Record]:
+    nproc = min(workers, len(cells))
+    found = launch(_share, measurement, cells, nproc=nproc, device="cpu", threads_per_rank=1, timeout=timeout)
     metrics = {number: result for share in found for number, result in share.items()}
     where = provenance(device="cpu")
     records = [
-        Record(experiment=EXPERIMENT, kind="measured", parameters=cell, metrics=metrics[number], provenance=where)
+        Record(experiment=experiment, kind="measured", parameters=cell, metrics=metrics[number], provenance=where)
         for number, cell in enumerate(cells)
     ]
     for record in records:
@@ -194,10 +254,10 @@ def sweep(
     return records
 
 
-def _share(cells: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _share(measurement: Callable[..., dict[str, Any]], cells: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Every n-th cell, on the n-th of n workers."""
     own = range(dist.get_rank(), len(cells), dist.get_world_size())
-    return {number: pair(**cells[number]) for number in own}
+    return {number: measurement(**cells[number]) for number in own}
 
 
 def factors(records: Iterable[Record]) -> list[dict[str, Any]]:
