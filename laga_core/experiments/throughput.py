@@ -101,8 +101,8 @@ def link_fit(source: str, kernel: str) -> dict[str, Any]:
     return {"source": source, "kernel": kernel, "gb_s": 1 / ms_per_mb, "predicted": predicted}
 
 
-def across_nodes() -> list[dict[str, Any]]:
-    """Table 5 (16 ranks, fused): what communication is left when computation is taken from one node.
+def across_nodes(kernel: str = "fused") -> list[dict[str, Any]]:
+    """Table 5 (16 ranks): what communication is left when computation is taken from one node.
 
     Twice the ranks have half the work each, so half of table 4's step, less what its bytes take at table 4's own rate,
     is the computation. What remains of a cross-node step is divided by the bytes sent.
@@ -112,7 +112,7 @@ def across_nodes() -> list[dict[str, Any]]:
     rows = []
     for seq in (4096, 8192, 16384):
         for form in ("explicit", "laga"):
-            node, cross = (steps[f"table {n}", "fused", seq, form] for n in (4, 5))
+            node, cross = (steps[f"table {n}", kernel, seq, form] for n in (4, 5))
             compute_ms = (node["ms"] - node["sent_mb"] / node_gb_s) / 2
             left_ms = cross["ms"] - compute_ms
             rows.append(
@@ -122,12 +122,12 @@ def across_nodes() -> list[dict[str, Any]]:
     return rows
 
 
-def across_nodes_fit() -> dict[str, Any]:
-    """Fit what is left of table 5's fused steps by a fixed time and a rate: ``left = fixed + sent / rate``.
+def across_nodes_fit(kernel: str = "fused") -> dict[str, Any]:
+    """Fit what is left of table 5's steps by a fixed time and a rate: ``left = fixed + sent / rate``.
 
     ``predicted`` sets the reported ratio beside the fit's; ``bytes_only`` beside what the paper's 11 GB/s alone gives.
     """
-    rows = across_nodes()
+    rows = across_nodes(kernel)
     sent, left = (np.array([row[name] for row in rows]) for name in ("sent_mb", "left_ms"))
     slope, fixed = np.polyfit(sent, left, deg=1)
 
