@@ -8,9 +8,11 @@ from typing import Any
 import altair as alt
 
 from ..experiments import convergence, routing_noise
+from ..experiments.checks.records import published
 from ..results import Record
 from .theme import FORM_LABELS, INK, case, choice, dressed, form_colour
 
+AnyChart = alt.Chart | alt.LayerChart | alt.FacetChart
 FLOOR = 1e-11  # where a difference of exactly zero is drawn, on an axis that has no zero
 MODEL_COLOURS = {"experts": "#CC79A7", "every expert": "#E69F00", "dense": "#56B4E9"}
 MODEL_LABELS = {"experts": "routed experts", "every expert": "every token to every expert", "dense": "one wide MLP"}
@@ -24,8 +26,12 @@ CALL_COLOURS = {
 }
 
 
-def losses(records: Iterable[Record], title: str = "nats a token") -> alt.Chart:
-    """Loss against step, a dashed line a form; where there is more than one degree, a switch picks it."""
+def losses(records: Iterable[Record], title: str = "nats a token") -> AnyChart:
+    """Loss against step, a dashed line a form; where there is more than one degree, a switch picks it.
+
+    Where the run is the paper's, so are two dots: what it reports of start and end.
+    """
+    records = list(records)
     rows = [
         {"step": step, "loss": loss, "form": r.parameters["form"], "sp": r.parameters["sp"]}
         for r in records
@@ -49,15 +55,29 @@ def losses(records: Iterable[Record], title: str = "nats a token") -> alt.Chart:
         )
         .properties(width=520, height=260)
     )
-    return dressed(_by_degree(chart, rows), "Loss against training step, a line for each form; the lines coincide.")
+    description = "Loss against training step, a line for each form; the lines coincide."
+    if not all(record.parameters.items() >= convergence.PAPER_RUN.items() for record in records):
+        return dressed(_by_degree(chart, rows), description)
+    reported = [{"step": step, "loss": loss, "label": "reported"} for step, loss in convergence.REPORTED.items()]
+    base = alt.Chart(alt.InlineData(reported)).encode(x="step:Q", y="loss:Q")
+    dots = base.mark_point(filled=True, size=70, color=INK).encode(tooltip=["label:N", "step:Q", "loss:Q"])
+    texts = base.mark_text(align="right", dx=-4, dy=-14, fontSize=12, color=INK).encode(text="label:N")
+    first = texts.transform_filter("datum.step == 0").mark_text(align="left", dx=10, fontSize=12, color=INK)
+    last = texts.transform_filter("datum.step > 0")
+    return dressed(_by_degree(chart, rows, dots, first, last), f"{description} Two dots: as the paper reports.")
 
 
-def differences(records: Iterable[Record]) -> alt.Chart:
-    """The paper's figure 6b: the absolute difference of two forms' losses, at each step, on a logarithmic axis."""
+def differences(records: Iterable[Record] | None = None) -> AnyChart:
+    """The paper's figure 6b: the absolute difference of two forms' losses, at each step, on a logarithmic axis.
+
+    By default of the published records of the paper's run.
+    """
+    records = published("convergence", **convergence.PAPER_RUN) if records is None else records
     rows = convergence.differences(records)
+    pairs = [f"{a} − {b}" for a, b in convergence.PAIRS]
     chart = (
         alt.Chart(alt.InlineData(rows))
-        .transform_calculate(shown=f"max(datum.difference, {FLOOR})", dash="datum.pair")
+        .transform_calculate(shown=f"max(datum.difference, {FLOOR})")
         .mark_line(strokeWidth=1.5, opacity=0.9)
         .encode(
             x=alt.X("step:Q", title="step"),
@@ -65,14 +85,10 @@ def differences(records: Iterable[Record]) -> alt.Chart:
             color=alt.Color(
                 "pair:N",
                 title=None,
-                scale=alt.Scale(
-                    domain=[f"{a} − {b}" for a, b in convergence.PAIRS], range=["#009E73", "#D55E00", "#999999"]
-                ),
+                scale=alt.Scale(domain=pairs, range=["#009E73", "#D55E00", "#999999"]),
             ),
             strokeDash=alt.StrokeDash(
-                "dash:N",
-                legend=None,
-                scale=alt.Scale(domain=[f"{a} − {b}" for a, b in convergence.PAIRS], range=[[1, 0], [1, 0], [4, 4]]),
+                "pair:N", title=None, scale=alt.Scale(domain=pairs, range=[[1, 0], [1, 0], [4, 4]])
             ),
             tooltip=["pair:N", "step:Q", alt.Tooltip("difference:Q", format=".1e")],
         )
@@ -84,8 +100,12 @@ def differences(records: Iterable[Record]) -> alt.Chart:
     return dressed(_by_degree(chart, rows), description)
 
 
-def schedule(record: Record) -> alt.Chart:
-    """The collectives of one training step on one rank in the order of the calls, a row for each part of each layer."""
+def schedule(record: Record | None = None) -> alt.Chart:
+    """The collectives of one training step on one rank in the order of the calls, a row for each part of each layer.
+
+    By default of the published record of 4 ranks that share the experts in pairs.
+    """
+    record = published("experts", sp=4, ep=2)[0] if record is None else record
     rows = []
     for number, call in enumerate(record.metrics["schedule"]):
         part = "attention" if call["running"] == "attention" else "experts"
@@ -115,15 +135,19 @@ def schedule(record: Record) -> alt.Chart:
     )
 
 
-def divergence(records: Iterable[Record]) -> alt.LayerChart | alt.FacetChart:
-    """The difference of two runs at each step, a line a model; a menu picks the seed. A rule marks the first flip."""
+def divergence(records: Iterable[Record] | None = None) -> AnyChart:
+    """The difference of two runs at each step, a line a model; a menu picks the seed. A rule marks the first flip.
+
+    By default of the published records.
+    """
+    records = published("routing_noise") if records is None else records
     records = [record for record in records if record.parameters["noise"]]
     rows, flips = [], []
     for record in records:
         cell = {"model": record.parameters["model"], "seed": record.parameters["seed"]}
         pairs = zip(record.metrics["difference"], record.metrics["flipped"], strict=True)
         rows += [
-            {**cell, "step": step, "difference": value, "flipped": flipped}
+            {**cell, "step": step, "difference": float(f"{value:.3g}"), "flipped": flipped}
             for step, (value, flipped) in enumerate(pairs)
         ]
         if record.metrics["first_flip"] is not None:
@@ -159,8 +183,9 @@ def divergence(records: Iterable[Record]) -> alt.LayerChart | alt.FacetChart:
     )
 
 
-def factors(rows: Sequence[Mapping[str, Any]]) -> alt.LayerChart | alt.FacetChart:
-    """The two factors of each seed, on a logarithmic axis, with the paper's beside them."""
+def factors(rows: Sequence[Mapping[str, Any]] | None = None) -> AnyChart:
+    """The two factors of each seed, on a logarithmic axis, with the paper's beside them; by default as published."""
+    rows = routing_noise.factors(published("routing_noise", noise=True)) if rows is None else rows
     names = routing_noise.LABELS
     points = [
         {"factor": names[name], "value": row[name], "seed": row["seed"]}
@@ -208,11 +233,13 @@ def _model_colour() -> alt.Color:
     )
 
 
-def _by_degree(chart: alt.Chart, rows: Sequence[Mapping[str, Any]]) -> alt.Chart:
-    """Only the rows of one degree, which a switch picks where there are several."""
+def _by_degree(chart: alt.Chart, rows: Sequence[Mapping[str, Any]], *above: alt.Chart) -> AnyChart:
+    """Only the rows of one degree, which a switch picks where there are several; ``above`` lies on top of it."""
     degrees = sorted({row["sp"] for row in rows})
     if len(degrees) < 2:
-        return chart
+        return alt.layer(chart, *above) if above else chart
     # Where the curves of two degrees coincide, the title says which is drawn.
     title = alt.TitleParams(text=alt.ExprRef("sp + (sp == 1 ? ' rank' : ' ranks')"), fontSize=12)
-    return chart.transform_filter("datum.sp == sp").properties(title=title).add_params(choice("sp", "Ranks ", degrees))
+    one = chart.transform_filter("datum.sp == sp")
+    whole = alt.layer(one, *above) if above else one
+    return whole.properties(title=title).add_params(choice("sp", "Ranks ", degrees))

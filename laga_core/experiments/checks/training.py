@@ -6,18 +6,16 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from ...results import Record
+from ..convergence import PAPER_RUN
 from ..routing_noise import factors
 from .records import published
 from .rules import NOT_REPRODUCED, REPRODUCED, Claim, Finding, SourceMissing, check, needs_hardware, plainly, show
-
-PAPER_RUN = {"hidden": 512, "heads": 16, "layers": 4, "seq": 512, "steps": 60, "lr": 1e-3}
-"""What the paper says of its run, §4.5; vocabulary, latent and head sizes it leaves open."""
 
 
 @check
 def convergence(claim: Claim, metric: str) -> Finding:
     """A figure of the memorisation run at the paper's size: the worst over the numbers of ranks."""
-    records = published("convergence", task="random tokens", **PAPER_RUN)
+    records = published("convergence", **PAPER_RUN)
     degrees = sorted({record.parameters["sp"] for record in records})
     values = []
     for sp in degrees:
