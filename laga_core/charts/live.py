@@ -9,10 +9,13 @@ from typing import Any
 import ipywidgets as widgets
 
 from ..config import PRESETS, MLAConfig
+from ..costs import Machine, communication, cost
 from ..costs.choice import code
 from ..memory import simulate_memory
+from .communication import COUNTS, PER_NODE, VARIANTS
 from .planner import START, planned, preset
 from .tables import table
+from .theme import FORM_LABELS
 
 _LABEL = {"description_width": "11em"}
 
@@ -39,10 +42,8 @@ def memory_explorer() -> widgets.VBox:
     """Controls for model, sequence, ranks, batch, kernel and score; a table of what the simulator says."""
     controls = {
         "model": widgets.Dropdown(options=sorted(PRESETS), value="deepseek-v3", description="model"),
-        "seq": widgets.SelectionSlider(
-            options=[1024 * 2**power for power in range(11)], value=16384, description="sequence"
-        ),
-        "sp": widgets.SelectionSlider(options=[2**power for power in range(7)], value=8, description="ranks"),
+        "seq": _powers("sequence", 16384, 10, 20),
+        "sp": _powers("ranks", 8, 0, 6),
         "batch": widgets.IntSlider(value=1, min=1, max=16, description="batch"),
         "kernel": widgets.ToggleButtons(options=["eager", "fused"], description="kernel"),
         "score": widgets.ToggleButtons(options=["joint", "split"], description="absorbed's score"),
@@ -52,6 +53,58 @@ def memory_explorer() -> widgets.VBox:
         return table(memory_rows(**values), peak_mb="{:,.0f}", saved_mb="{:,.0f}")._repr_html_()
 
     return _explorer(controls, show)
+
+
+def communication_rows(model: str, seq: int, sp: int, batch: int, context: int) -> list[dict[str, Any]]:
+    """Bytes of each form and of the query latent, in each way of counting."""
+    rows = []
+    for name, (form, given) in VARIANTS.items():
+        options = {**given, "context": min(context, sp)} if "context" in given else given
+        wire, paper = (
+            communication(MLAConfig.preset(model), form, seq, sp, a, batch, ranks_per_node=PER_NODE, **options)
+            for a in ("wire", "paper")
+        )
+        megabytes = {"wire": wire.total_bytes, "nodes": wire.inter_node_bytes or 0, "paper": paper.total_bytes}
+        rows.append({"form": name} | {count: size / 1e6 for count, size in megabytes.items()})
+    return rows
+
+
+def communication_explorer() -> widgets.VBox:
+    """Controls for model, sequence, ranks, batch and groups; a table of what :func:`laga_core.communication` says."""
+    controls = {
+        "model": widgets.Dropdown(options=sorted(PRESETS), value="deepseek-v3", description="model"),
+        "seq": _powers("sequence", 16384, 10, 20),
+        "sp": _powers("ranks", 8, 0, 7),
+        "batch": widgets.IntSlider(value=1, min=1, max=16, description="batch"),
+        "context": _powers("context R", 1, 0, 4),
+    }
+    names = {count: f"MB {words}" for count, words in COUNTS.items()}
+    formats = dict.fromkeys(names, "{:,.1f}")
+    return _explorer(controls, lambda **values: table(communication_rows(**values), names, **formats)._repr_html_())
+
+
+def throughput_rows(model: str, seq: int, sp: int, link: float, rate: float) -> list[dict[str, Any]]:
+    """Time of a layer's step by :func:`laga_core.costs.cost`, at a link's GB/s and a device's TFLOP/s."""
+    config, machine = MLAConfig.preset(model), Machine(rate * 1e12, link * 1e9, latency=1e-12)
+    rows = []
+    for form in FORM_LABELS:
+        found = cost(config, form, seq, sp, machine)
+        parts = {"computing_ms": found.compute, "sending_ms": found.transfer, "step_ms": found.seconds}
+        rows.append({"form": form} | {part: 1e3 * seconds for part, seconds in parts.items()})
+    return rows
+
+
+def throughput_explorer() -> widgets.VBox:
+    """Controls for model, sequence, ranks, link and device; a table of the cost model's times, without fixed costs."""
+    controls = {
+        "model": widgets.Dropdown(options=sorted(PRESETS), value="paper-v3", description="model"),
+        "seq": _powers("sequence", 16384, 10, 20),
+        "sp": _powers("ranks", 8, 0, 7),
+        "link": widgets.BoundedFloatText(value=10, min=1e-3, max=1e4, description="link, GB/s"),
+        "rate": widgets.BoundedFloatText(value=150, min=1e-3, max=1e5, description="device, TFLOP/s"),
+    }
+    formats: dict[str, Any] = dict.fromkeys(("computing_ms", "sending_ms", "step_ms"), "{:,.2f}")
+    return _explorer(controls, lambda **values: table(throughput_rows(**values), **formats)._repr_html_())
 
 
 def planner() -> widgets.VBox:
@@ -101,6 +154,12 @@ def _plan(model: str, **settings: Any) -> str:
     written = code(found.form, found.options, preset(model))
     told = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for tag, text in (("p", found.reason), ("pre", written)))
     return told + table(rows, **formats)._repr_html_()
+
+
+def _powers(description: str, value: int, least: int, most: int) -> widgets.SelectionSlider:
+    """A slider over the powers of two."""
+    options = [2**power for power in range(least, most + 1)]
+    return widgets.SelectionSlider(options=options, value=value, description=description)
 
 
 def _explorer(controls: dict[str, Any], show: Callable[..., str]) -> widgets.VBox:
