@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from drawing import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks, raised
 
+from laga_core.charts import training as charts
 from laga_core.experiments import experts as experiment
 from laga_core.experts import ExpertConfig, MoE, Router, expert_groups
 from laga_core.results import Store
@@ -48,6 +50,17 @@ def test_the_model_is_that_of_one_process_and_collectives_keep_apart(tmp_path) -
     assert names == [*attention, *attention, *routed, *reversed(routed[1:]), *back, *back]
     assert not [c for c in records[0].metrics["schedule"] if c["collective"].startswith("expert")]
     assert Store(tmp_path).load("experts", ep=2) == [records[1]]
+
+
+def test_the_figure_of_the_schedule_shows_every_call_once_and_no_two_rows_at_a_time() -> None:
+    spec = charts.schedule().to_dict()
+    (rows,) = spec["datasets"].values()
+    assert [(row["call"], row["after"]) for row in rows] == [(i, i + 1) for i in range(28)]
+    assert all(row["row"].endswith("experts") == row["collective"].startswith("expert") for row in rows)
+    svg, texts = drawn(spec)
+    for name in {row["collective"] for row in rows}:
+        assert name.replace("_", "-") in texts
+        assert svg.count(charts.CALL_COLOURS[name]) > 1
 
 
 def test_calls_out_of_place_are_counted() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from drawing import drawn
 
+from laga_core.charts import training as charts
 from laga_core.experiments import routing_noise
 from laga_core.experiments.checks.records import published
 from laga_core.experiments.routing_noise import SplitK, beside_the_paper, factors, model_config, pair
@@ -114,6 +116,15 @@ def test_expected_flips_add_up_over_the_steps_before_the_first(monkeypatch: pyte
     assert (found["decisions"], found["first_flip"]) == (4, 2)
     assert found["density"] == [100.0, 100.0]  # two of four below 0.005
     assert found["expected"] == pytest.approx(2 * 4 * 100 * 2e-5 / 2)
+
+
+def test_charts_mark_the_first_flip_and_hold_every_seed_beside_the_paper() -> None:
+    first, other = (drawn(charts.divergence().to_dict(), seed=seed) for seed in (0, 3))
+    assert first[0] != other[0]
+    for _, texts in (first, other):
+        assert "first token routed elsewhere" in texts and set(charts.MODEL_LABELS.values()) <= set(texts)
+    svg, _ = drawn(charts.factors().to_dict())
+    assert svg.count(f'fill="{charts.MODEL_COLOURS["experts"]}"') == 2 * len(factors(published("routing_noise")))
 
 
 def record(model: str, seed: int, difference: list[float], **metrics) -> Record:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawing import drawn
 from ranks import on_ranks, raised
 
 from laga_core import MLAConfig
+from laga_core.charts import training as charts
 from laga_core.experiments import convergence
 from laga_core.experiments.checks.records import published
 from laga_core.experts import ExpertConfig
@@ -211,6 +213,15 @@ def test_the_committed_runs_on_text_agree_on_what_was_held_out() -> None:
     explicit, laga = (record.metrics["held_out"] for record in published("convergence", task="text"))
     assert abs(laga - explicit) < 0.01 * explicit
     assert explicit < 3  # of ln 256 = 5.5
+
+
+def test_charts_name_every_pair_and_show_what_the_paper_reports_of_its_own_run_only() -> None:
+    full = published("convergence", **convergence.PAPER_RUN)
+    pairs = [f"{a} − {b}" for a, b in convergence.PAIRS]
+    assert set(pairs) <= set(drawn(charts.differences(full).to_dict(), sp=2)[1])
+    texts = drawn(charts.losses(full).to_dict(), sp=4)[1]
+    assert "4 ranks" in texts and texts.count("reported") == 2
+    assert "reported" not in drawn(charts.losses(published("convergence", task="text")).to_dict())[1]
 
 
 def test_text_is_cut_so_that_what_is_held_out_is_never_trained_on() -> None:
