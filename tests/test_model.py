@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -58,14 +59,25 @@ def gradients(group, form: str, tied: bool, ep: int) -> dict[str, torch.Tensor]:
 VARIANTS = [("laga", False, 1), ("absorbed", True, 0), ("explicit", False, 0)]
 
 
-def all_variants(group) -> list[dict[str, torch.Tensor]]:
-    return [gradients(group, *variant) for variant in VARIANTS]
+def everything(group) -> dict[str, Any]:
+    """What a rank finds, for all tests of this module: starting ranks takes longer than what they do."""
+    return {
+        "gradients": [gradients(group, *variant) for variant in VARIANTS],
+        "labels": next_labels(shard(torch.arange(24).view(2, 12), group), group),
+        "weights": weights_of(group, 2),
+        "bad tokens": bad_tokens(group),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[int, list[dict[str, Any]]]:
+    return {sp: on_ranks(everything, sp=sp) for sp in (2, 4)}
 
 
 @pytest.mark.parametrize("sp", [2, 4])
-def test_loss_and_every_gradient_do_not_depend_on_the_degree(sp: int) -> None:
-    for rank in on_ranks(all_variants, sp=sp):
-        for variant, got in zip(VARIANTS, rank, strict=True):
+def test_loss_and_every_gradient_do_not_depend_on_the_degree(sp: int, found) -> None:
+    for rank in found[sp]:
+        for variant, got in zip(VARIANTS, rank["gradients"], strict=True):
             want = gradients(None, *variant)
             assert got.keys() == want.keys()
             for name, expected in want.items():
@@ -83,14 +95,12 @@ def test_the_loss_is_the_mean_over_all_tokens_that_count() -> None:
     assert torch.allclose(token_mean(logits, labels, None, count=7), torch.stack(by_hand).sum() / 7)
 
 
-def shifted(group) -> torch.Tensor:
-    return next_labels(shard(torch.arange(24).view(2, 12), group), group)
-
-
-def test_labels_are_shifted_across_the_borders_of_shards() -> None:
-    want = torch.cat((torch.arange(24).view(2, 12)[:, 1:], torch.full((2, 1), -100)), dim=1)
-    assert torch.equal(torch.cat(on_ranks(shifted, sp=4), dim=1), want)
-    assert torch.equal(shifted(None), want)
+def test_labels_are_shifted_across_the_borders_of_shards(found) -> None:
+    labels = torch.arange(24).view(2, 12)
+    want = torch.cat((labels[:, 1:], torch.full((2, 1), -100)), dim=1)
+    for ranks in found.values():
+        assert torch.equal(torch.cat([rank["labels"] for rank in ranks], dim=1), want)
+    assert torch.equal(next_labels(labels, None), want)
 
 
 def weights_of(group, ep: int) -> dict[str, torch.Tensor]:
@@ -100,12 +110,12 @@ def weights_of(group, ep: int) -> dict[str, torch.Tensor]:
     return {"first": torch.tensor(first), **{name: p.detach() for name, p in found.items()}}
 
 
-def test_every_expert_has_the_same_weights_whatever_ep_is() -> None:
+def test_every_expert_has_the_same_weights_whatever_ep_is(found) -> None:
     whole = weights_of(None, 1)
     assert not torch.equal(whole["layers.0.mlp.experts.down_proj"][0], whole["layers.0.mlp.experts.down_proj"][1])
-    for rank in on_ranks(weights_of, 2, sp=2):
-        first = int(rank.pop("first"))
-        for name, weight in rank.items():
+    for rank in (rank for ranks in found.values() for rank in ranks):
+        first = int(rank["weights"].pop("first"))
+        for name, weight in rank["weights"].items():
             own = whole[name][first : first + 2] if ".experts." in name else whole[name]
             assert torch.equal(weight, own), name
 
@@ -145,8 +155,8 @@ def bad_tokens(group) -> dict[str, str]:
     }
 
 
-def test_what_stops_one_rank_stops_all() -> None:
-    first, second = on_ranks(bad_tokens, sp=2)
+def test_what_stops_one_rank_stops_all(found) -> None:
+    first, second = (rank["bad tokens"] for rank in found[2])
     assert first == second
     assert first.pop("count").startswith("ValueError: the ranks do not agree: count is 5.0 on rank 0, 6.0 on rank 1")
     assert first == {
