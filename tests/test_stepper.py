@@ -144,8 +144,7 @@ def test_tiles_lie_where_real_ranks_have_them(name: str, by_rank: list[dict[str,
             tiles = stepper._tiles(tensor, member, 0, nodes=True)
             tops = [found[name]["heads"] * share for found in by_rank]
             tiles = stepper._tiles(tensor, member, 0, nodes=True)
-            columns = sorted({tile["left"] for tile in tiles})
-            assert {(columns.index(tile["left"]), tile["y"]) for tile in tiles} == set(enumerate(tops))
+            assert {(tile["rank"], tile["y"]) for tile in tiles} == set(enumerate(tops))
 
 
 # --- the picture ---

@@ -158,7 +158,7 @@ def kept(rows: Sequence[Mapping[str, Any]] | None = None) -> alt.LayerChart | al
         different.setdefault(row["saved_bytes"], told)  # what keeps the same is shown once
     base = alt.Chart(alt.InlineData(list(different.values()))).encode(y=alt.Y("member:N", sort=None, axis=None))
     bars = base.mark_bar(height=18).encode(
-        x=alt.X("mb:Q", title="kept by one layer, MB"),
+        x=alt.X("mb:Q", title="kept by one layer, MB", axis=alt.Axis(tickCount=5)),
         color=form_colour(legend=False),
         tooltip=["member:N", alt.Tooltip("mb:Q", title="MB")],
     )

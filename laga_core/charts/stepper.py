@@ -33,7 +33,7 @@ def family_stepper() -> Layers:
 
 def _draw(names: Sequence[str], first: str, label: str, nodes: bool) -> Layers:
     config, seq = MLAConfig.preset("deepseek-v3"), 16384
-    tiles, labels, captions, most = [], [], [], 0
+    tiles, frames, labels, captions, most = [], [], [], [], 0
     for name in names:
         member = MEMBERS[name]
         held = tensors(member, config)
@@ -43,16 +43,17 @@ def _draw(names: Sequence[str], first: str, label: str, nodes: bool) -> Layers:
             common = {"member": name, "first": tensor.first, "last": tensor.last}
             top = _ROW * rows[tensor.row]
             tiles += [common | tile for tile in _tiles(tensor, member, top, nodes)]
+            frames += [common | {"x": _left(r, nodes), "y": top} for r in range(RANKS)]
             labels.append(common | {"x": 0, "y": top - 0.8, "text": _text_of(tensor, member, config, seq)})
         for step, text in enumerate(member.steps):
             told = "\n".join(textwrap.wrap(f"{step}. {text}", 44))
-            caption = {"x": 0, "y": -10, "text": told, "sent": _sent(member, step, config, seq, nodes)}
+            caption = {"x": 0, "y": -11.2, "text": told, "sent": _sent(member, step, config, seq, nodes)}
             captions.append({"member": name, "first": step, "last": step} | caption)
     controls = [
         choice("member", label, names, [MEMBERS[name].label for name in names], first),
         slider("step", "Step ", 2, 0, STEPS, 1),
     ]
-    chart = _layers(tiles, labels, captions, most, nodes).add_params(*controls)
+    chart = _layers(tiles, frames, labels, captions, most, nodes).add_params(*controls)
     return dressed(
         chart,
         "Four ranks as columns, and below each the parts of every tensor it holds, as tiles coloured by the quarter "
@@ -95,34 +96,37 @@ def _tiles(tensor: Tensor, member: Member, top: float, nodes: bool) -> list[dict
             y, height = top + rank % sharing(member) * share, share
         else:
             y, height = top, 4.0
-        frame = {"left": left, "right": left + _WIDTH, "top": top, "bottom": top + 4}
         here = quarters(tensor, member, rank)
-        tiles += [frame | {"x": left + q, "x2": left + q + 1, "y": y, "y2": y + height, "quarter": q} for q in here]
+        tiles += [
+            {"rank": rank, "x": left + q, "x2": left + q + 1, "y": y, "y2": y + height, "quarter": q} for q in here
+        ]
     return tiles
 
 
-def _layers(tiles: list[dict], labels: list[dict], captions: list[dict], rows: int, nodes: bool) -> Layers:
+def _layers(
+    tiles: list[dict], frames: list[dict], labels: list[dict], captions: list[dict], rows: int, nodes: bool
+) -> Layers:
     x = alt.X("x:Q", scale=alt.Scale(domain=[0, _left(RANKS - 1, nodes) + _WIDTH], nice=False), axis=None)
-    down = alt.Scale(domain=[-11, _ROW * rows - 1], reverse=True, nice=False)
-    y = alt.Y("y:Q", scale=down, axis=None)
+    y = alt.Y("y:Q", scale=alt.Scale(domain=[-12.4, _ROW * rows - 1], reverse=True, nice=False), axis=None)
     now = "datum.member == member && datum.first <= step && step <= datum.last"
     colour = alt.Color(
         "quarter:O",
         scale=alt.Scale(domain=list(range(RANKS)), range=_QUARTER_COLOURS),
         legend=alt.Legend(title="Quarter of the tokens", labelExpr="datum.value + 1"),
     )
-    grid = alt.Chart(alt.InlineData(tiles)).transform_filter(now).encode(x=x, x2="x2", y2="y2")
+    cells = alt.Chart(alt.InlineData(tiles)).transform_filter(now).mark_rect(stroke="white", strokeWidth=0.5)
+    cells = cells.encode(x=x, x2="x2", y=y, y2="y2", color=colour)
     # An empty frame a rank: what it does not hold shows as clearly as what it holds.
-    frames = grid.mark_rect(filled=False, stroke=INK, strokeOpacity=0.06).encode(
-        x=alt.X("left:Q", axis=None), x2="right", y=alt.Y("top:Q", scale=down, axis=None), y2="bottom"
+    empty = (
+        alt.Chart(alt.InlineData(frames)).transform_filter(now).mark_rect(filled=False, stroke=INK, strokeOpacity=0.3)
     )
-    cells = grid.mark_rect(stroke="white", strokeWidth=0.5).encode(y=y, color=colour)
+    empty = empty.transform_calculate(x2=f"datum.x + {_WIDTH}", y2="datum.y + 4").encode(x=x, x2="x2", y=y, y2="y2")
     names = _text(labels, align="left", fontSize=12).transform_filter(now).encode(x=x, y=y)
     heads = _text(_headings(nodes), fontWeight="bold").encode(x=x, y=y)
     told = _text(captions, align="left", fontSize=13, lineBreak="\n").transform_filter(now).encode(x=x, y=y)
     sent = _text(captions, align="left", dy=34, fontSize=12, fontWeight="bold").transform_filter(now)
-    layers = [frames, cells, names, heads, told, sent.encode(x=x, y=y, text="sent:N")]
-    return alt.layer(*layers).properties(width=520, height=72 + 56 * rows)
+    layers = [empty, cells, names, heads, told, sent.encode(x=x, y=y, text="sent:N")]
+    return alt.layer(*layers).properties(width=520, height=88 + 56 * rows)
 
 
 def _text(rows: list[dict], **style: Any) -> alt.Chart:
@@ -131,8 +135,8 @@ def _text(rows: list[dict], **style: Any) -> alt.Chart:
 
 def _headings(nodes: bool) -> list[dict]:
     """A heading for each rank, and for each node where they are shown."""
-    ranks = [{"x": _left(r, nodes) + _WIDTH / 2, "y": -2.3, "text": f"rank {r}"} for r in range(RANKS)]
+    ranks = [{"x": _left(r, nodes) + _WIDTH / 2, "y": -3, "text": f"rank {r}"} for r in range(RANKS)]
     if not nodes:
         return ranks
     middles = [(_left(r, nodes) + _left(r + 1, nodes) + _WIDTH) / 2 for r in range(0, RANKS, PER_NODE)]
-    return ranks + [{"x": x, "y": -4.3, "text": f"node {n}"} for n, x in enumerate(middles)]
+    return ranks + [{"x": x, "y": -5, "text": f"node {n}"} for n, x in enumerate(middles)]
