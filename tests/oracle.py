@@ -68,6 +68,11 @@ def gradients(weights: Weights, hidden: Tensor, cotangent: Tensor, config, posit
     """Output ("out"), input gradient ("hidden") and every parameter's gradient under its name, in fp64."""
     leaves = {name: weight.detach().double().requires_grad_() for name, weight in weights.items()}
     x = hidden.detach().double().requires_grad_()
-    out = mla(leaves, x, config, positions)
-    found = torch.autograd.grad(out, [x, *leaves.values()], cotangent.double())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # its products are so small that threads would mostly wait for each other
+    try:
+        out = mla(leaves, x, config, positions)
+        found = torch.autograd.grad(out, [x, *leaves.values()], cotangent.double())
+    finally:
+        torch.set_num_threads(threads)
     return {"out": out.detach(), "hidden": found[0], **dict(zip(leaves, found[1:], strict=True))}
