@@ -55,7 +55,10 @@ def verdict_chart(entries: Sequence[Entry]) -> alt.Chart:
 
 
 class ClaimsTable:
-    """Every claim as a row, filters above, and below it the source of each check that decided one."""
+    """Every claim as a row, a folded table for each family, filters above, and below the source of each check.
+
+    What is folded opens for a filter, for a link to a claim, and for a search in the page.
+    """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = list(entries)
@@ -69,10 +72,7 @@ class ClaimsTable:
                 f"<style>{_STYLE}</style>",
                 f"<p>{self._summary()}</p>",
                 self._filters(),
-                '<table><thead><tr><th scope="col">claim</th><th scope="col">paper</th><th scope="col">ours</th>'
-                '<th scope="col">verdict</th></tr></thead><tbody>',
-                *map(_row, self.rows),
-                "</tbody></table>",
+                *(_group(name, rows) for name in FAMILIES if (rows := [r for r in self.rows if r["family"] == name])),
                 '<p class="laga-claims-none" hidden>No claim fits these filters.</p>',
                 "<h3>What decides</h3>",
                 *map(_source, names),
@@ -112,6 +112,22 @@ def _select(name: str, options: dict[str, int], total: int) -> str:
         for option, number in options.items()
     )
     return f'<label>{name} <select name="{name}"><option value="">all ({total})</option>{entries}</select></label>'
+
+
+def _group(family: str, rows: Sequence[dict[str, str]]) -> str:
+    """The claims of a family, folded; the summary says how they came out."""
+    tally = Counter(row["verdict"] for row in rows)
+    found = "".join(
+        f'<span class="tone{tone}" title="{html.escape(verdict)}">{tally[verdict]}'
+        f'<span class="visually-hidden"> {html.escape(verdict)}</span></span>'
+        for tone, verdict in enumerate(COLOURS)
+        if tally[verdict]
+    )
+    return (
+        f'<details class="laga-family"><summary><b>{family}</b> <span>{len(rows)} claims</span> {found}'
+        '</summary><table><thead><tr><th scope="col">claim</th><th scope="col">paper</th><th scope="col">ours</th>'
+        f'<th scope="col">verdict</th></tr></thead><tbody>{"".join(map(_row, rows))}</tbody></table></details>'
+    )
 
 
 def _row(row: dict[str, str]) -> str:
@@ -173,7 +189,12 @@ html .bd-content div.cell_output .text_html:not(:has(table.dataframe)):has(> .la
 .laga-claims a { overflow-wrap: anywhere; }
 .laga-claims pre { overflow-x: auto; font-size: 0.8125rem; padding: 0.5rem; }
 .laga-claims summary { cursor: pointer; padding: 0.15rem 0; overflow-wrap: anywhere; }
-.laga-claims tr[hidden] { display: none; }
+.laga-claims .laga-family { border-bottom: 1px solid color-mix(in srgb, currentColor 25%, transparent); }
+.laga-claims .laga-family > summary { padding: 0.6rem 0; font-variant-numeric: tabular-nums; }
+.laga-claims .laga-family > summary > * { display: inline-block; margin-right: 0.75rem; }
+.laga-claims .laga-family > summary b { min-width: 8.5em; font-size: 1rem; padding: 0; border: 0; }
+.laga-claims summary [class^="tone"] { padding-left: 0.35rem; border-left: 0.3rem solid var(--tone); }
+.laga-claims [hidden] { display: none; }
 @media (max-width: 600px) {
   .laga-claims thead { position: absolute; clip-path: inset(50%); }
   .laga-claims tr:not([hidden]) { display: block; padding: 0.5rem 0;
@@ -190,6 +211,7 @@ _SCRIPT = """
 (() => {
   const root = document.currentScript.closest(".laga-claims");
   const form = root.querySelector("form"), rows = [...root.querySelectorAll("tbody tr")];
+  const groups = [...root.querySelectorAll(".laga-family")];
   const fields = ["verdict", "family", "kind", "words"].map((name) => form.elements[name]);
   const text = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
   const show = () => {
@@ -200,6 +222,11 @@ _SCRIPT = """
         || form.elements[name].value === row.dataset[name]) && words.every((word) => text.get(row).includes(word));
       row.hidden = !fits;
       shown += fits;
+    }
+    const filtered = fields.some((field) => field.value);
+    for (const group of groups) {
+      group.hidden = !group.querySelector("tbody tr:not([hidden])");
+      if (filtered) group.open = true;
     }
     form.querySelector("output").value = shown === 1 ? "1 claim" : `${shown} claims`;
     root.querySelector(".laga-claims-none").hidden = shown > 0;
@@ -226,6 +253,15 @@ _SCRIPT = """
     const link = event.target.closest('a[href^="#check-"]');
     if (link) root.querySelector(link.hash).open = true;
   });
+  const open = () => {
+    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    const group = target && target.closest(".laga-family");
+    if (!group || group.open) return;
+    group.open = true;
+    target.scrollIntoView();
+  };
+  addEventListener("hashchange", open);
   show();
+  open();
 })();
 """
