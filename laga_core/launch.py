@@ -241,12 +241,13 @@ def _collect(
 ) -> list[Any]:
     """Wait for every rank's value."""
     world = sum(node["nproc"] for node in nodes)
+    own = [f"value/{rank}" for node in nodes if node["key"] == "0" for rank in range(node["nproc"])]
     watch = _Heartbeats(store, [node for node in nodes if node["key"] != "0"])
     connected, deadline = False, time.monotonic() + join_timeout
     while store.add("done", 0) < world:
         if numbered(store, "failure"):
             raise _failure(store, world)
-        if agent is not None and agent.poll() is not None and store.add("done", 0) < world:
+        if agent is not None and agent.poll() is not None and not store.check(own):
             if numbered(store, "failure"):
                 continue
             raise LaunchError(f"the agent of this node ended with exit code {agent.returncode} before its ranks did")

@@ -274,6 +274,8 @@ def _rank(config: dict[str, Any]) -> None:
         store.set(f"phase/{rank}", f"in {getattr(fn, '__qualname__', fn)}")
         store.add("connected", 1)
         value = fn(*args, **kwargs)
+        # A peer that is still connecting would take the end of this rank for a failure.
+        wait_for(lambda: store.add("connected", 0) == world, config["timeout"])
         dist.destroy_process_group()
         put(store, f"value/{rank}", _pickle(value, f"what rank {rank} returned"))
         store.set(f"phase/{rank}", "done")

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from .device import describe, resolve_device
+from .kernels.products import has_instructions
 from .launch import LaunchError
 
 SCHEMA = 1
@@ -245,7 +246,7 @@ def provenance(
     where = resolve_device(device)
     driver = {"cuda": torch.version.cuda, "npu": getattr(torch.version, "cann", None)}.get(where.type)
     return {
-        "hardware": describe(where) if where.type != "cpu" else f"{describe(where)}, {os.cpu_count()} cores",
+        "hardware": describe(where) if where.type != "cpu" else f"{describe(where)}, {_cpu()}",
         "device": where.type,
         "torch": torch.__version__,
         "driver": driver,
@@ -257,6 +258,12 @@ def provenance(
         "platform": platform.platform(),
         **further,
     }
+
+
+def _cpu() -> str:
+    """What tells apart CPUs that go by one name: cores, vector instructions, and whether bf16 is among them."""
+    bf16 = "with" if has_instructions(torch.bfloat16) else "without"
+    return f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()} {bf16} bf16"
 
 
 def data_dir() -> Path:

@@ -99,7 +99,7 @@ def test_equal_to_the_definition_in_float64(kernel, shape, causal):
 @pytest.fixture(params=[True, False], ids=["instructions", "no instructions"])
 def half_precision(request, monkeypatch):
     """As on a CPU that has instructions for half precision, and as on one that has none."""
-    monkeypatch.setattr(products, "_has_instructions", lambda dtype: request.param)
+    monkeypatch.setattr(products, "has_instructions", lambda dtype: request.param)
 
 
 @pytest.mark.usefixtures("half_precision")
@@ -360,7 +360,7 @@ def test_a_widened_product_is_rounded_once_and_keeps_nothing_wide(dtype, step):
 
 
 def test_products_are_pytorchs_own_where_they_are_quick(monkeypatch):
-    monkeypatch.setattr(products, "_has_instructions", lambda dtype: dtype == torch.float16)
+    monkeypatch.setattr(products, "has_instructions", lambda dtype: dtype == torch.float16)
     asked = {dtype: products.slow(torch.zeros(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)}
     assert asked == {torch.bfloat16: True, torch.float16: False}
     assert not products.slow(torch.zeros(1)) and not products.slow(torch.zeros(1).double())

@@ -499,6 +499,19 @@ def test_two_nodes_over_network_namespaces(namespaces: list[str], traces: Traces
     assert printed[2].startswith("node second gave no sign of life"), printed
 
 
+def finish_late() -> int:
+    time.sleep(7.0 * dist.get_rank())  # longer than an agent that is done waits for the others
+    return dist.get_rank()
+
+
+def test_a_node_may_be_done_long_before_another(traces: Traces) -> None:
+    where: dict[str, Any] = {"nproc": 1, "nnodes": 2, "endpoint": f"127.0.0.1:{free_port()}", "timeout": 60}
+    joining = threading.Thread(target=join, args=(where["endpoint"], 1), kwargs={"timeout": 5.0})
+    joining.start()
+    assert launch(finish_late, env=traces.env, **where, **REAL) == [0, 1]
+    joining.join(30)
+
+
 def test_dismissing_nodes_that_are_not_there() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     with pytest.raises(LaunchTimeout, match="only 0 of 2 nodes came"):

@@ -6,7 +6,9 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,7 +105,9 @@ def test_provenance_says_where_it_comes_from() -> None:
     said = provenance(device="cpu", backend="gloo", ranks=2, link="200 Mbit/s")
     assert said["torch"] == torch.__version__ and said["python"] == sys.version.split()[0]
     assert (said["backend"], said["ranks"], said["link"], said["device"]) == ("gloo", 2, "200 Mbit/s", "cpu")
-    assert said["hardware"] and said["platform"] and said["date"].endswith("+00:00")
+    vectors = torch.backends.cpu.get_cpu_capability()
+    assert re.search(rf", {os.cpu_count()} cores, {vectors} with(out)? bf16$", said["hardware"])
+    assert said["platform"] and said["date"].endswith("+00:00")
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode == 0:
         assert said["commit"].removesuffix("-dirty") == head.stdout.strip()
@@ -311,6 +316,102 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(store: Store, number: sig
     assert [one.status for one in store.load("sweep")] == ["ok", "ok"], "an interrupt must record nothing"
     assert subprocess.check_output([*command, "go"], timeout=60, **options).split() == ["2", "3"]
     assert sorted(one.metrics["cell"] for one in store.load("sweep")) == [0, 1, 2, 3]
+
+
+NODES = """
+import os, sys, time
+from pathlib import Path
+from laga_core import launch
+from laga_core.results import Store, run_cell
+
+def on_rank(waits):
+    if waits:
+        marker.touch()
+        time.sleep(60)
+    return os.environ["RANK"]
+
+def work(cell):
+    print(cell, flush=True)
+    waits = cell == 1 and not marker.exists()
+    where = dict(nproc=1, nnodes=2, device="cpu", endpoint=sys.argv[2], join_timeout=90, threads_per_rank=1)
+    return {"ranks": launch(on_rank, waits, **where)}
+
+marker = Path(sys.argv[3])
+
+for cell in range(2):
+    run_cell(Store(sys.argv[1]), "sweep", {"cell": cell}, work, device="cpu", ranks=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_lost_in_mid_sweep(store: Store, tmp_path: Path) -> None:
+    """Another node joins, dies in the second cell, and joins again: only the cell that is missing is run again."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    marker = tmp_path / "the second cell runs"
+    sweep = [sys.executable, "-c", NODES, str(store.root), endpoint, str(marker)]
+    node = [sys.executable, "-m", "laga_core", "join", "--endpoint", endpoint, "--timeout", "90"]
+    options: dict[str, Any] = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = [subprocess.Popen(command, **options) for command in (sweep, node)]
+    try:
+        deadline = time.monotonic() + 120
+        while not marker.exists():
+            assert time.monotonic() < deadline and running[0].poll() is None, running[0].communicate()
+            time.sleep(0.05)
+        running[1].kill()
+        printed, error = running[0].communicate(timeout=60)
+        assert printed.split() == ["0", "1"] and "gave no sign of life" in error
+        found = {one.parameters["cell"]: one.status for one in store.load("sweep")}
+        assert found == {0: "ok", 1: "failed"}
+
+        running += [subprocess.Popen(command, **options) for command in (node, sweep)]
+        printed, error = running[-1].communicate(timeout=120)
+        assert (printed.split(), running[-1].returncode) == (["1"], 0), error
+        assert [one.metrics for one in store.load("sweep", status="ok")] == [{"ranks": ["0", "1"]}] * 2
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_papermill_runs_at_once_into_one_store(store: Store, tmp_path: Path) -> None:
+    sources = (
+        "store = ''",
+        "import time\nfrom laga_core.results import Store, run_cell",
+        "def work(cell):\n    time.sleep(0.1)\n    return {'cell': cell, 'text': 'x' * 100_000}",
+        "found = [run_cell(Store(store), 'sweep', {'cell': cell}, work, device='cpu') for cell in range(8)]",
+        "print(sum(record.metrics['cell'] for record in found))",
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    notebook.cells[0].metadata["tags"] = ["parameters"]
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        "--no-progress-bar",
+        "-p",
+        "store",
+        str(store.root),
+        "--cwd",
+        str(ROOT),
+    ]
+    outputs = [tmp_path / f"out{number}.ipynb" for number in range(2)]
+    runs = [subprocess.Popen([*command, str(tmp_path / "in.ipynb"), str(output)]) for output in outputs]
+    try:
+        assert [run.wait(timeout=180) for run in runs] == [0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+    for output in outputs:
+        assert nbformat.read(output, as_version=4).cells[-1].outputs[0].text == "28\n"
+    assert sorted(one.metrics["cell"] for one in store.load("sweep")) == list(range(8))
+    assert len(list(store.root.rglob("*"))) == 9, "nothing but the folder and eight records"
 
 
 def test_records_in_the_repository_are_valid() -> None:

@@ -19,7 +19,7 @@ _ASK = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_
 
 def slow(x: Tensor) -> bool:
     """Whether products in the dtype of ``x`` are quicker in float32: half precision on a CPU without instructions."""
-    return x.device.type == "cpu" and x.dtype in _ASK and not _has_instructions(x.dtype)
+    return x.device.type == "cpu" and x.dtype in _ASK and not has_instructions(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,6 +74,6 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @cache
-def _has_instructions(dtype: torch.dtype) -> bool:
-    """As oneDNN says, by which PyTorch multiplies half precision on a CPU."""
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies a half-precision dtype: as oneDNN says, by which PyTorch does."""
     return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, _ASK[dtype])())
