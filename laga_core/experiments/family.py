@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +21,12 @@ from ..config import MLAConfig
 from ..costs import Machine, communication, cost
 from ..forms import STRONG_EXPLICIT
 from ..kernels import attention
+from ..kernels.products import linear
 from ..memory import simulate_memory
 from ..results import Record, Store, data_dir, run_cell
 from ..rotary import softmax_scale
 from . import netns
+from .quiet import Quiet, timed
 
 EXPERIMENT = "family"
 Member = tuple[str, dict[str, Any]]
@@ -129,7 +129,7 @@ def step_times(
 
     One run: the members take turns, ``repeats`` times at each setting. Rows with ``link``, ``seq``, ``heads``,
     ``member``, ``seconds`` (the slower rank's), and ``sent_bytes``, counted on the interface. On a busy machine up to
-    ``patience`` seconds in all are spent waiting for moments when nobody else computes (:class:`_Quiet`);
+    ``patience`` seconds in all are spent waiting for moments when nobody else computes (:class:`.quiet.Quiet`);
     ``quiet`` is the part of a member's steps that had one.
     """
     members = dict(members or MEMBERS)
@@ -152,7 +152,7 @@ def _step_times(
     patience: float,
 ) -> list[dict[str, Any]]:
     """On a rank: each setting's members in turn."""
-    rows, quiet = [], _Quiet(patience)
+    rows, quiet = [], Quiet(patience)
     for count in heads:
         config = emulated_config(count)
         for seq in seqs:
@@ -160,7 +160,7 @@ def _step_times(
             for link in links:
                 dist.barrier()
                 netns.shape(link)
-                times = {name: _timed(step) for name, step in steps.items()}  # what is made once is made here
+                times = {name: timed(step) for name, step in steps.items()}  # what is made once is made here
                 sent = {name: time_[1] for name, time_ in times.items()}
                 seconds: dict[str, list[tuple[float, bool]]] = {name: [] for name in steps}
                 names = list(steps)
@@ -196,63 +196,6 @@ def _step(
         layer(hidden).sum().backward()
 
     return step
-
-
-def _timed(step: Callable[[], None]) -> tuple[float, int]:
-    """Seconds of one step from a common start, and bytes that this node sent in it."""
-    dist.barrier()
-    before, start = netns.sent_bytes(), time.perf_counter()
-    step()
-    seconds = time.perf_counter() - start
-    dist.barrier()
-    return seconds, netns.sent_bytes() - before
-
-
-class _Quiet:
-    """Times a step at a moment when other processes take at most a tenth of the CPUs, if one comes in time.
-
-    All ranks of the machine take part; what they compute themselves is told apart by their own CPU time.
-    """
-
-    SHARE = 0.1
-
-    def __init__(self, patience: float) -> None:
-        self.left = patience
-
-    def timed(self, step: Callable[[], None]) -> tuple[float, bool]:
-        """Seconds of ``step``, and whether nobody else computed meanwhile."""
-        while True:
-            self._await_quiet()
-            busy, own, start = _busy_seconds(), os.times().user, time.perf_counter()
-            seconds, _ = _timed(step)
-            computed = torch.tensor(os.times().user - own, dtype=torch.float64)
-            dist.all_reduce(computed)
-            wall = time.perf_counter() - start
-            others = (_busy_seconds() - busy - computed.item()) / (wall * (os.cpu_count() or 1))
-            worst = torch.tensor([others, wall], dtype=torch.float64)
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            if worst[0] <= self.SHARE or self.left <= 0:
-                return seconds, bool(worst[0] <= self.SHARE)
-            self.left -= worst[1].item()
-
-    def _await_quiet(self) -> None:
-        left = torch.tensor(self.left, dtype=torch.float64)
-        before = _busy_seconds()
-        while dist.get_rank() == 0 and left > 0:
-            time.sleep(0.2)
-            now = _busy_seconds()
-            if now - before <= self.SHARE * 0.2 * (os.cpu_count() or 1):
-                break
-            left -= 0.2
-            before = now
-        dist.broadcast(left, 0)
-        self.left = left.item()
-
-
-def _busy_seconds() -> float:
-    """CPU seconds that all programs of this machine have computed so far."""
-    user, nice = Path("/proc/stat").read_text().split(maxsplit=3)[1:3]
-    return (int(user) + int(nice)) / os.sysconf("SC_CLK_TCK")
 
 
 def speedups(rows: Iterable[Mapping[str, Any]], against: str = "explicit") -> list[dict[str, Any]]:
@@ -310,7 +253,7 @@ def _node_bytes(config: MLAConfig, seq: int, members: Mapping[str, Member]) -> d
     for name, (form, options) in members.items():
         step = _step(config, seq, form, options)
         step()  # process groups are made, connections opened
-        found[name] = _timed(step)[1]
+        found[name] = timed(step)[1]
     return found
 
 
@@ -355,7 +298,7 @@ def calibrate(
 
 
 def _calibrate(links: list[float | None], patience: float) -> dict[str, Any]:
-    quiet = _Quiet(patience)
+    quiet = Quiet(patience)
     seq, heads, dim = 1024, 16, 1024
     weight = torch.randn(4 * dim, dim, dtype=torch.bfloat16, requires_grad=True)
     x = torch.randn(seq // 2, dim, dtype=torch.bfloat16, requires_grad=True)
@@ -364,7 +307,7 @@ def _calibrate(links: list[float | None], patience: float) -> dict[str, Any]:
     scale = softmax_scale(emulated_config(heads))
 
     def projection() -> None:
-        torch.nn.functional.linear(x, weight).sum().backward()
+        linear(x, weight).sum().backward()
 
     def attend() -> None:
         attention(q, k, v, scale=scale, causal=True, kernel="tiled").sum().backward()
@@ -381,12 +324,12 @@ def _calibrate(links: list[float | None], patience: float) -> dict[str, Any]:
     return {"rate": rate, "attention_rate": attention_rate, "links": speeds}
 
 
-def _exchange_seconds(size: int, quiet: _Quiet) -> float:
+def _exchange_seconds(size: int, quiet: Quiet) -> float:
     out = torch.empty(size, dtype=torch.uint8)
     return _median(lambda: dist.all_to_all_single(out, torch.zeros(size, dtype=torch.uint8)), quiet)
 
 
-def _median(run: Callable[[], Any], quiet: _Quiet, repeats: int = 5) -> float:
+def _median(run: Callable[[], Any], quiet: Quiet, repeats: int = 5) -> float:
     run()
     return statistics.median(quiet.timed(run)[0] for _ in range(repeats))
 
