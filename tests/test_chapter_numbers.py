@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from laga_core import MLAConfig, communication, simulate_memory
 from laga_core.costs import substitutions
 from laga_core.costs.choice import arithmetic
-from laga_core.experiments import family, memory, throughput
+from laga_core.experiments import convergence, family, memory, routing_noise, throughput
+from laga_core.experiments.checks.records import published
 from laga_core.forms import STRONG_EXPLICIT
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
@@ -226,3 +228,85 @@ def test_family_picks() -> None:
         f"in the other {['no', 'one', 'two', 'three', 'four', 'five'][len(others)]} unshaped settings",
         f"by −{-min(others):.0f} % to +{max(others):.0f} %",
     )
+
+
+def test_correctness_over_a_whole_run() -> None:
+    runs = published("convergence", **convergence.PAPER_RUN)
+    ends = convergence.ends(runs)
+    worst = {
+        pair: max(row["difference"] for row in convergence.differences(runs) if row["pair"] == pair)
+        for pair in ("laga − explicit", "laga − absorbed")
+    }
+    explicit, laga = (published("convergence", task="text", form=form)[0].metrics for form in ("explicit", "laga"))
+    unstable = {
+        row["form"]: row
+        for row in convergence.ends(published("convergence", task="random tokens", hidden=512, lr=1e-2))
+    }
+    states(
+        "correctness",
+        f"| loss at the start, nats a token | 7.711 | {max(row['start'] for row in ends):.3f} |",
+        f"| loss at the end | about 0.004 | {max(row['end'] for row in ends):.3f} |",
+        f"| Laga − explicit, at most | about 1.5 | {worst['laga − explicit']:.0e}, and 0 on one rank |",
+        f"| Laga − absorbed, at most | 0 | {worst['laga − absorbed']:.0e} |",
+        f"ends {unstable['laga']['end'] - unstable['absorbed']['end']:.1f} nats from the other two",
+        f"after {len(laga['loss'])} steps",
+        f"to within {100 * abs(laga['held_out'] / explicit['held_out'] - 1):.3f} %",
+    )
+    assert unstable["laga"]["weights"] == unstable["explicit"]["weights"]
+    assert [row["difference"] for row in convergence.differences(runs) if row["sp"] == 1 and "explicit" in row["pair"]
+            and "laga" in row["pair"]] == [0.0] * 60  # fmt: skip
+
+
+def test_experts() -> None:
+    composed = published("experts", sp=4)
+    (pairs,) = published("experts", sp=4, ep=2)
+    error = max(max(record.metrics["loss_error"], record.metrics["gradient_error"]) for record in composed)
+    assert {record.metrics["interleaved"] for record in composed} == {0}
+    assert {record.parameters["ep"] for record in composed} == {1, 2, 4}
+    states("experts", f"of {len(pairs.metrics['schedule'])} calls, none is out of place", f"to {error:.0e} in double")
+
+
+def test_routing_noise() -> None:
+    noisy = published("routing_noise", noise=True)
+    ratio, jump = routing_noise.beside_the_paper(routing_noise.factors(noisy))
+    later, after = [], []
+    for record in (record for record in noisy if record.parameters["model"] == "experts"):
+        flips, difference, first = (record.metrics[name] for name in ("flipped", "difference", "first_flip"))
+        after.append(statistics.fmean(flips[-50:]))
+        grown = [routing_noise.growth(difference, step) or 0.0 for step in range(len(flips))]
+        later.append(grown.index(max(grown)) - first)
+    assert sorted(later)[1:5] == [0] * 4 and sorted(later)[0] < 0  # one seed's largest jump is at the very start
+    states(
+        "experts",
+        *(
+            f"| {name} | about {row['reported']} | {row['median']:.0f} | {row['least']:.0f} | {row['most']:.0f} |"
+            for name, row in (("divergence, experts / dense", ratio), ("jump at the first flip", jump))
+        ),
+        f"between {min(after):.0f} and {max(after):.0f} of them",
+        f"In four of the {'eight' if len(later) == 8 else len(later)} seeds the largest jump",
+        f"in three it follows one to {'four' if max(later) == 4 else max(later)} steps later",
+        f"all {len(published('routing_noise', noise=False))} pairs of runs are equal",
+        f"by {ratio['least']:.0f} to {ratio['most']:.0f} times over eight seeds",
+    )
+    assert len([steps for steps in later if steps > 0]) == 3
+    dense = [statistics.fmean(r.metrics["difference"]) for r in noisy if r.parameters["model"] == "dense"]
+    assert 1e-7 < min(dense) < statistics.median(dense) < 1e-5 < max(dense) < 2e-5  # "10^-6 to 10^-5 nats"
+
+
+def test_near_ties() -> None:
+    *seeds, total = routing_noise.foreseen(published("near_ties"))
+    density, moved = round(total["density"]), round(total["moved"], 7)
+    choices = published("near_ties")[0].metrics["decisions"]
+    expected = choices * density * moved / 2
+    layers = 61 - 3  # DeepSeek-V3's, but for the first three
+    states(
+        "experts",
+        f"= {choices}$ choices a step",
+        f"lie about {density} to the unit",
+        rf"{choices} \times {density} \times {1e6 * moved:.1f}\cdot10^{{-6}} / 2 = {expected:.3f}$: one in some "
+        f"{round(1 / expected, -1):.0f} steps",
+        f"it expects {total['expected']:.1f} first flips, and there were {total['flips']}",
+        rf"{layers} \times 4096 = {layers * 4096:,}".replace(",", r"\,"),
+        f"that is {layers * 4096 * density * moved / 2:.1f} flips in every step",
+    )
+    assert len(seeds) == 8

@@ -161,6 +161,14 @@ def test_sweep_writes_a_record_of_each_model_and_seed(tmp_path) -> None:
     assert len(Store(tmp_path).load("routing_noise", seed=1)) == 2
 
 
+def test_as_many_first_flips_come_as_near_ties_let_one_expect() -> None:
+    """The expected number is a Poisson mean, so the count should lie within two roots of it."""
+    *rows, total = routing_noise.foreseen(published("near_ties"))
+    assert len(rows) == 8 and total["steps"] == sum(row["steps"] for row in rows)
+    assert abs(total["flips"] - total["expected"]) < 2 * total["expected"] ** 0.5
+    assert min(row["density"] for row in rows) < total["density"] < max(row["density"] for row in rows)
+
+
 def test_committed_records_say_what_the_notebook_says() -> None:
     rows = factors(published("routing_noise", noise=True))
     assert len(rows) >= 5

@@ -171,14 +171,19 @@ def pair(model: str, seed: int, noise: bool = True, **sizes: Any) -> dict[str, A
     one, other = (run(model, 2 * seed + i if noise else None, seed, **SIZES | sizes) for i in range(2))
     difference = [abs(a - b) for a, b in zip(one["loss"], other["loss"], strict=True)]
     flipped, first = _flips(one, other)
-    before = [d for d in difference[max(first - 10, 0) : first] if d] if first else []
     return {
         "loss": one["loss"],
         "difference": difference,
         "flipped": flipped,
         "first_flip": first,
-        "jump": difference[first] / statistics.median(before) if first is not None and before else None,
+        "jump": None if first is None else growth(difference, first),
     }
+
+
+def growth(difference: Sequence[float], step: int) -> float | None:
+    """The difference at a step over the median of the ten before, those of exactly zero left out; ``None`` for none."""
+    before = [d for d in difference[max(step - 10, 0) : step] if d]
+    return difference[step] / statistics.median(before) if before else None
 
 
 def _flips(one: dict[str, Any], other: dict[str, Any]) -> tuple[list[int], int | None]:
@@ -290,6 +295,23 @@ def beside_the_paper(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             spread = {"median": statistics.median(values), "least": min(values), "most": max(values)}
             result.append({"factor": LABELS[name], "reported": reported, **spread, "seeds": len(values)})
     return result
+
+
+def foreseen(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """A row a seed of :func:`near_ties`, means over its steps, and a last one with the sums over all seeds."""
+    rows = [
+        {
+            "seed": record.parameters["seed"],
+            "steps": len(record.metrics["density"]),
+            **{name: statistics.fmean(record.metrics[name]) for name in ("density", "moved")},
+            "expected": record.metrics["expected"],
+            "flips": int(record.metrics["first_flip"] is not None),
+        }
+        for record in sorted(records, key=lambda record: record.parameters["seed"])
+    ]
+    total = {name: sum(row[name] for row in rows) for name in ("steps", "expected", "flips")}
+    mean = {name: sum(row[name] * row["steps"] for row in rows) / total["steps"] for name in ("density", "moved")}
+    return [*rows, {"seed": "all", **total, **mean}]
 
 
 def rounding(size: int = 256, pieces: int = 4, seed: int = 0) -> list[dict[str, Any]]:

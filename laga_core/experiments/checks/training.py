@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ...results import Record
 from ..convergence import PAPER_RUN
-from ..routing_noise import factors
+from ..routing_noise import factors, growth
 from .records import published
 from .rules import NOT_REPRODUCED, REPRODUCED, Claim, Finding, SourceMissing, check, needs_hardware, plainly, show
 
@@ -94,14 +94,9 @@ def jump_is_first_flip(claim: Claim) -> Finding:
     hits = []
     for record in published("routing_noise", noise=True, model="experts"):
         difference, first = record.metrics["difference"], record.metrics["first_flip"]
-        growth = [_growth(difference, step) for step in range(len(difference))]
-        hits.append(first is not None and growth[first] == max(growth))
+        grown = [growth(difference, step) or 0.0 for step in range(len(difference))]
+        hits.append(first is not None and grown[first] == max(grown))
     return plainly(claim, all(hits), "measured", f"in {sum(hits)} of {len(hits)} seeds")
-
-
-def _growth(difference: list[float], step: int) -> float:
-    before = [d for d in difference[max(step - 10, 0) : step] if d]
-    return difference[step] / statistics.median(before) if before else 0.0
 
 
 @check
