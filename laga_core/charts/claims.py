@@ -74,8 +74,9 @@ class ClaimsTable:
                 self._filters(),
                 *(_group(name, rows) for name in FAMILIES if (rows := [r for r in self.rows if r["family"] == name])),
                 '<p class="laga-claims-none" hidden>No claim fits these filters.</p>',
-                "<h3>What decides</h3>",
+                f"<details><summary>The {len(names)} functions that decide, with their source</summary>",
                 *map(_source, names),
+                "</details>",
                 f"<script>{_SCRIPT}</script>",
                 "</section>",
             ]
@@ -83,10 +84,14 @@ class ClaimsTable:
 
     def _summary(self) -> str:
         tally = counts(self.entries)
-        parts = ", ".join(f"{number} {html.escape(verdict)}" for verdict, number in tally.items() if number)
+        parts = "".join(
+            f'<span class="tone{tone}">{tally[verdict]} {html.escape(verdict)}</span> '
+            for tone, verdict in enumerate(COLOURS)
+            if tally.get(verdict)
+        )
         own = sum(entry.finding.kind == "reported" for entry in self.entries)
         compared = f"For {own} of them only the paper's own numbers, or what others publish, were compared."
-        return f"{len(self.entries)} claims: {parts}. {compared}"
+        return f"{len(self.entries)} claims: {parts}<br>{compared}"
 
     def _filters(self) -> str:
         tally = counts(self.entries)
@@ -193,10 +198,13 @@ html .bd-content div.cell_output .text_html:not(:has(table.dataframe)):has(> .la
 .laga-claims .laga-family > summary { padding: 0.6rem 0; font-variant-numeric: tabular-nums; }
 .laga-claims .laga-family > summary > * { display: inline-block; margin-right: 0.75rem; }
 .laga-claims .laga-family > summary b { min-width: 8.5em; font-size: 1rem; padding: 0; border: 0; }
-.laga-claims summary [class^="tone"] { padding-left: 0.35rem; border-left: 0.3rem solid var(--tone); }
+.laga-claims span[class^="tone"] { padding-left: 0.35rem; border-left: 0.3rem solid var(--tone); }
+.laga-claims p span[class^="tone"] { display: inline-block; margin: 0 0.75rem 0.15rem 0; }
 .laga-claims [hidden] { display: none; }
 @media (max-width: 600px) {
   .laga-claims thead { position: absolute; clip-path: inset(50%); }
+  .laga-claims .laga-family > summary > * { margin-right: 0.5rem; }
+  .laga-claims .laga-family > summary b { min-width: 0; }
   .laga-claims tr:not([hidden]) { display: block; padding: 0.5rem 0;
     border-bottom: 1px solid color-mix(in srgb, currentColor 25%, transparent); }
   .laga-claims td:is(*, :nth-child(1), :nth-child(4)) { display: block; width: auto; padding: 0.1rem 0; border: 0; }
@@ -251,7 +259,7 @@ _SCRIPT = """
   form.addEventListener("submit", (event) => event.preventDefault());
   root.addEventListener("click", (event) => {
     const link = event.target.closest('a[href^="#check-"]');
-    if (link) root.querySelector(link.hash).open = true;
+    for (let at = link && root.querySelector(link.hash); at && at !== root; at = at.parentElement) at.open = true;
   });
   const open = () => {
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));

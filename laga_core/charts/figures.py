@@ -36,7 +36,7 @@ def figure_1(seq: int = 16384, sp: int = 8) -> AnyChart:
     eager = _beside(lambda form: _peak_gb(form, "eager", **cell), "table2", 1e3, **cell)
     fused = _beside(lambda form: _peak_gb(form, FUSED, **cell), "table4", 1e3, kernel="fused", **cell)
     panels = [
-        _bars(sent, "MB sent by one rank in one forward (ours: on the wire)"),
+        _bars(sent, "MB sent by one rank in one forward"),
         _bars(eager, "GB at the peak, eager kernel"),
         _bars(fused, "GB at the peak, fused kernel"),
     ]
@@ -142,7 +142,9 @@ def _bars(rows: Sequence[Mapping[str, Any]], title: str) -> AnyChart:
         y=alt.Y("form:N", sort=list(FORMS), title=None, axis=alt.Axis(labelExpr=_LABELS, ticks=False)),
         tooltip=["form:N", alt.Tooltip("ours:Q", format=",.2f"), alt.Tooltip("reported:Q", format=",.2f")],
     )
-    bars = base.mark_bar(height=18).encode(x=alt.X("ours:Q", title=title), color=form_colour(legend=False))
+    most = 1.15 * max(max(row["ours"], row["reported"]) for row in rows)  # room for the number beside the last dot
+    x = alt.X("ours:Q", title=title, scale=alt.Scale(domain=[0, most], nice=False))
+    bars = base.mark_bar(height=18).encode(x=x, color=form_colour(legend=False))
     dots = base.mark_point(color=INK, filled=True, size=70).encode(x="reported:Q")
     told = base.mark_text(align="left", dx=8, color=INK).encode(
         x="reported:Q", text=alt.Text("reported:Q", format=",.1f")

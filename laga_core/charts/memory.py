@@ -132,14 +132,17 @@ def heads(rows: Sequence[Mapping[str, Any]]) -> alt.LayerChart | alt.FacetChart:
     base = alt.Chart(alt.InlineData(points)).encode(
         x=alt.X("heads:Q", title="heads", axis=alt.Axis(values=[row["heads"] for row in rows])),
         y=alt.Y("mb:Q", title="absorbed − explicit, MB"),
-        shape=alt.Shape("kind:N", title=None, sort=list(kinds.values())),
-        strokeDash=alt.StrokeDash("kind:N", title=None, sort=list(kinds.values())),
+        detail="kind:N",
         tooltip=["heads:Q", "kind:N", alt.Tooltip("mb:Q", format=",.0f", title="MB")],
     )
     return dressed(
         alt.layer(
             base.mark_line(color=FORM_COLOURS["absorbed"]),
-            base.mark_point(color=FORM_COLOURS["absorbed"], size=70),
+            base.mark_point(color=FORM_COLOURS["absorbed"], size=70).encode(
+                shape=alt.Shape(
+                    "kind:N", title=None, sort=list(kinds.values()), legend=alt.Legend(labelLimit=220, columns=2)
+                )
+            ),
         ).properties(width=480, height=240),
         "Absorbed above explicit in MB against the heads: reported and simulated lie on each other on a straight line; "
         "with one score product almost nothing is left.",
