@@ -13,9 +13,12 @@ def test_a_small_cluster_counts_what_the_forms_send_and_is_not_run_twice(tmp_pat
     rows = emulated.sweep(Store(tmp_path), (2,), (100, None), **sizes)
     for row in rows:
         assert row["sent_bytes"] == pytest.approx(row["gloo_bytes"], rel=0.03), row
-        assert row["gloo_bytes"] > row["wire_bytes"] or row["form"] == "explicit"
-    slow, free = (next(r["probe_ms"] for r in rows if r["mbit_s"] == rate) for rate in (100, None))
-    assert slow > free
+        assert row["gloo_bytes"] > sum(row["wire_bytes"].values()) or row["form"] == "explicit"
+        assert row["wire_bytes"].keys() <= row["probes"].keys() and 0 <= row["quiet"] <= 1
+    slow, free = (next(r["probes"] for r in rows if r["mbit_s"] == rate) for rate in (100, None))
+    assert all(slow[name]["ms"] > free[name]["ms"] for name in slow)
+    free = next(row for row in emulated.predicted(rows) if row["mbit_s"] is None)
+    assert free["predicted"] == free["emulated"]
     assert emulated.sweep(Store(tmp_path), (2,), (100, None), **sizes) == rows
 
 

@@ -5,14 +5,17 @@ rounds is taken, so that what else the machine does falls on all alike.
 
 The interface counters agree with the wire formula up to frames and headers, but for one collective: gloo makes a
 reduce-scatter of an all-reduce, which sends twice what is needed (:func:`gloo_bytes`).
+
+    python -m laga_core.experiments.emulated    # measures again what data/published/cpu has, on a quiet machine
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from ..config import MLAConfig
 from ..costs import communication
 from ..results import Store, data_dir, run_cell
 from . import netns
+from .quiet import Quiet, timed
 
 EXPERIMENT = "emulated"
 FORMS = ("explicit", "absorbed", "laga")
@@ -41,17 +45,24 @@ def config(heads: int = 32, hidden: int = 1024) -> MLAConfig:
 
 
 def sweep(
-    store: Store, degrees: Sequence[int] = (2, 4), rates: Sequence[float | None] = RATES, **sizes: int
+    store: Store,
+    degrees: Sequence[int] = (2, 4),
+    rates: Sequence[float | None] = RATES,
+    patience: float = 0.0,
+    rerun: bool = False,
+    **sizes: int,
 ) -> list[dict[str, Any]]:
     """Step times and bytes at each degree: one record a degree, taken from the store if it is there.
 
-    ``sizes`` replace some of :data:`SIZES`. Raises ``RuntimeError`` where this machine cannot emulate a cluster.
+    ``sizes`` replace some of :data:`SIZES`. On a busy machine up to ``patience`` seconds a degree are spent waiting for
+    moments when nobody else computes. Raises ``RuntimeError`` where this machine cannot emulate a cluster.
     """
     rows = []
     for sp in degrees:
         parameters = {"sp": sp, "rates": list(rates), **SIZES, **sizes}
         notes: dict[str, Any] = {"backend": "gloo", "ranks": sp, "load_before": round(os.getloadavg()[0], 1)}
-        rows += run_cell(store, EXPERIMENT, parameters, measure, kind="emulated", **notes).metrics["rows"]
+        run = partial(measure, patience=patience)
+        rows += run_cell(store, EXPERIMENT, parameters, run, kind="emulated", rerun=rerun, **notes).metrics["rows"]
     return rows
 
 
@@ -62,84 +73,114 @@ def published() -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["sp"])  # stable: the rates stay in their order
 
 
-def gloo_bytes(shape: MLAConfig, form: str, seq: int, sp: int) -> int:
-    """Bytes one rank sends in forward and backward under gloo: the wire formula, and reduce-scatters once more."""
-    back = communication(shape, form, seq, sp, direction="backward")
-    forward = communication(shape, form, seq, sp)
-    return forward.total_bytes + back.total_bytes + back.by_collective.get("reduce_scatter", 0)
+def wire_bytes(shape: MLAConfig, form: str, seq: int, sp: int) -> dict[str, int]:
+    """Bytes one rank sends in forward and backward by the closed forms, by collective."""
+    sides = (communication(shape, form, seq, sp, direction=side).by_collective for side in ("forward", "backward"))
+    return dict(sum(map(Counter, sides), Counter()))
 
 
-def measure(sp: int, rates: Sequence[float | None], heads: int, hidden: int, seq: int, repeats: int) -> dict[str, Any]:
-    """Forward and backward of one layer, bf16 and eager, for each form at each rate; metrics of one record."""
-    timeout = 120.0 + 15.0 * repeats * len(rates)
-    return netns.run(_on_rank, rates, heads, hidden, seq, repeats, nodes=sp, timeout=timeout)[0]
+def gloo_bytes(sent: Mapping[str, int]) -> int:
+    """What gloo makes of :func:`wire_bytes`: reduce-scatters count once more."""
+    return sum(sent.values()) + sent.get("reduce_scatter", 0)
 
 
-def _on_rank(rates: Sequence[float | None], heads: int, hidden: int, seq: int, repeats: int) -> dict[str, Any]:
+def measure(
+    sp: int, rates: Sequence[float | None], heads: int, hidden: int, seq: int, repeats: int, patience: float = 0.0
+) -> dict[str, Any]:
+    """Forward and backward of one layer, bf16 and eager, for each form at each rate; metrics of one record.
+
+    ``ms`` is the slowest rank's. ``probes`` are milliseconds and bytes of each collective alone at that rate, and
+    ``quiet`` the part of the form's steps during which nobody else computed.
+    """
+    timeout = 120.0 + 15.0 * repeats * len(rates) + patience
+    per_rank = netns.run(_on_rank, rates, heads, hidden, seq, repeats, patience, nodes=sp, timeout=timeout)
+    ms = {
+        key: statistics.median(
+            1000 * max(each) for each in zip(*(rank["seconds"][key] for rank in per_rank), strict=True)
+        )
+        for key in per_rank[0]["seconds"]
+    }
+    shape, first, rows = config(heads, hidden), per_rank[0], []
+    for rate in rates:
+        probes = {name: {"ms": ms[rate, name], "bytes": size} for name, size in first["probe_bytes"].items()}
+        for form in FORMS:
+            wire = wire_bytes(shape, form, seq, sp)
+            counted = {"sent_bytes": first["sent"][rate, form], "gloo_bytes": gloo_bytes(wire), "wire_bytes": wire}
+            row = {"sp": sp, "mbit_s": rate, "form": form, "ms": ms[rate, form], "quiet": first["quiet"][rate, form]}
+            rows.append({**row, **counted, "probes": probes})
+    return {"rows": rows}
+
+
+def _on_rank(
+    rates: Sequence[float | None], heads: int, hidden: int, seq: int, repeats: int, patience: float
+) -> dict[str, Any]:
     sp, shape = dist.get_world_size(), config(heads, hidden)
-    probe = _Probe(seq // sp * heads * shape.qk_head_dim)
-    calls = {form: _Step(shape, form, seq) for form in FORMS} | {"probe": probe}
-    times: dict[tuple[float | None, str], list[float]] = {(rate, name): [] for rate in rates for name in calls}
-    sent: dict[tuple[float | None, str], int] = {}
+    probes = _probes(shape, seq, sp)
+    calls = {form: _step(shape, form, seq // sp) for form in FORMS} | {name: call for name, (call, _) in probes.items()}
+    keys = [(rate, name) for rate in rates for name in calls]
+    seconds: dict[Any, list[float]] = {key: [] for key in keys}
+    alone: dict[Any, list[bool]] = {key: [] for key in keys}
+    sent, quiet = {}, Quiet(patience)
     for call in calls.values():
-        _timed(call)  # fills buffers and opens connections
+        timed(call)  # fills buffers and opens connections
+    for rate, name in keys:
+        netns.shape(rate)
+        sent[rate, name] = timed(calls[name])[1]
     for _ in range(repeats):
-        for rate in rates:
+        for rate, name in keys:
             netns.shape(rate)
-            for name, call in calls.items():
-                seconds, sent[rate, name] = _timed(call)
-                times[rate, name].append(1000 * seconds)
+            took, nobody = quiet.timed(calls[name])
+            seconds[rate, name].append(took)
+            alone[rate, name].append(nobody)
     return {
-        "rows": [
-            {"sp": sp, "mbit_s": rate, "form": form, "ms": statistics.median(times[rate, form])}
-            | {"sent_bytes": sent[rate, form], "gloo_bytes": gloo_bytes(shape, form, seq, sp)}
-            | {"wire_bytes": 2 * communication(shape, form, seq, sp).total_bytes}
-            | {"probe_ms": statistics.median(times[rate, "probe"]), "probe_bytes": probe.bytes}
-            for rate in rates
-            for form in FORMS
-        ]
+        "seconds": seconds,
+        "quiet": {key: statistics.mean(each) for key, each in alone.items()},
+        "sent": sent,
+        "probe_bytes": {name: size for name, (_, size) in probes.items()},
     }
 
 
-class _Step:
+def _step(shape: MLAConfig, form: str, tokens: int) -> Callable[[], None]:
     """Forward and backward of one layer on this rank's shard; gradients stay where they are made."""
+    torch.manual_seed(0)
+    layer = MLAAttention(shape, form, "eager", dist.group.WORLD, dtype=torch.bfloat16)
+    hidden = torch.randn(1, tokens, shape.hidden_size, dtype=torch.bfloat16, requires_grad=True)
 
-    def __init__(self, shape: MLAConfig, form: str, seq: int) -> None:
-        torch.manual_seed(0)
-        self.layer = MLAAttention(shape, form, "eager", dist.group.WORLD, dtype=torch.bfloat16)
-        self.hidden = torch.randn(1, seq // dist.get_world_size(), shape.hidden_size, dtype=torch.bfloat16)
+    def step() -> None:
+        layer(hidden).sum().backward()
+        layer.zero_grad()
 
-    def __call__(self) -> None:
-        self.layer(self.hidden.requires_grad_()).sum().backward()
-        self.layer.zero_grad()
-
-
-class _Probe:
-    """An all-to-all as large as a query's: how fast the link is when nothing else happens."""
-
-    def __init__(self, elements: int) -> None:
-        sp = dist.get_world_size()
-        self.data = torch.zeros(elements // sp * sp, dtype=torch.bfloat16)
-        self.bytes = self.data.nbytes // sp * (sp - 1)
-
-    def __call__(self) -> None:
-        dist.all_to_all_single(torch.empty_like(self.data), self.data)
+    return step
 
 
-def _timed(call: Callable[[], None]) -> tuple[float, int]:
-    """Seconds until the slowest rank is done, and bytes this node sent meanwhile."""
-    dist.barrier()
-    before, start = netns.sent_bytes(), time.perf_counter()
-    call()
-    dist.barrier()
-    return time.perf_counter() - start, netns.sent_bytes() - before
+def _probes(shape: MLAConfig, seq: int, sp: int) -> dict[str, tuple[Callable[[], None], int]]:
+    """Each collective alone, as large as a query's or the latent's, and the bytes that it has to send."""
+    query = torch.zeros(sp, seq // sp * shape.num_attention_heads // sp * shape.qk_head_dim, dtype=torch.bfloat16)
+    shard = torch.zeros(seq // sp, shape.latent_dim, dtype=torch.bfloat16)
+    whole, others = torch.zeros(seq, shape.latent_dim, dtype=torch.bfloat16), (sp - 1) * shard.nbytes
+    received = torch.empty_like(query)
+
+    def all_to_all() -> None:
+        dist.all_to_all_single(received, query)
+
+    def all_gather() -> None:
+        dist.all_gather_single(whole, shard)
+
+    def reduce_scatter() -> None:
+        dist.reduce_scatter_single(shard, whole)
+
+    return {
+        "all_to_all": (all_to_all, query.nbytes // sp * (sp - 1)),
+        "all_gather": (all_gather, others),
+        "reduce_scatter": (reduce_scatter, others),
+    }
 
 
 def predicted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Explicit / Laga of each degree and rate, beside what two measurements predict: no step on a slow link is used.
 
-    The unshaped step, and the probe at both rates: ``step + sent * (probe - unshaped probe) / probe_bytes``, where
-    ``sent`` is what the closed forms and gloo's reduce-scatter say.
+    The unshaped step, and each collective alone: what it takes at this rate more than without a limit, for a byte, is
+    charged for every byte that the closed forms say the step sends by it.
     """
     cells = {(row["sp"], row["mbit_s"], row["form"]): row for row in rows}
     found = []
@@ -147,8 +188,23 @@ def predicted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ms = {}
         for form in FORMS:
             free, row = cells[sp, None, form], cells[sp, rate, form]
-            ms_per_byte = (row["probe_ms"] - free["probe_ms"]) / row["probe_bytes"]
-            ms[form] = free["ms"] + row["gloo_bytes"] * ms_per_byte
+            (sent, probes), (_, free_probes) = _charges(row), _charges(free)
+            ms_per_byte = {
+                name: (each["ms"] - free_probes[name]["ms"]) / each["bytes"] for name, each in probes.items()
+            }
+            ms[form] = free["ms"] + sum(size * ms_per_byte[name] for name, size in sent.items())
         ratio = cells[sp, rate, "explicit"]["ms"] / cells[sp, rate, "laga"]["ms"]
         found.append({"sp": sp, "mbit_s": rate, "emulated": ratio, "predicted": ms["explicit"] / ms["laga"]})
     return found
+
+
+def _charges(row: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
+    """Bytes sent by each collective, and the probe of each. In older records an all-to-all stands for all of them."""
+    if "probes" in row:
+        return row["wire_bytes"], row["probes"]
+    return {"all_to_all": row["gloo_bytes"]}, {"all_to_all": {"ms": row["probe_ms"], "bytes": row["probe_bytes"]}}
+
+
+if __name__ == "__main__":
+    for each in predicted(sweep(Store(data_dir() / "published" / "cpu"), patience=90.0, rerun=True)):
+        print("sp {sp}, {mbit_s} Mbit/s: emulated {emulated:.2f}, predicted {predicted:.2f}".format(**each))
