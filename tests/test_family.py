@@ -114,12 +114,15 @@ def check(member: Member, shards: list[dict[str, Any]]) -> None:
 # --- every combination ---
 
 
-def drawn(sp: int, number: int) -> list[Member]:
+DRAWS = {1: 16, 2: 40, 4: 48, 8: 32, 16: 12}
+
+
+def drawn(sp: int) -> list[Member]:
     """Members with every option drawn anew, the same for the same sp."""
     source, members = random.Random(sp), []
     heads = TOY.num_attention_heads
     contexts = [r for r in range(1, sp + 1) if sp % r == 0 and heads % (sp // r) == 0]
-    for seed in range(number):
+    for seed in range(DRAWS[sp]):
         pick = source.choice
         q_lora, context = pick([None, 24]), pick(contexts)
         options: dict[str, Any] = {"context": context}
@@ -142,10 +145,21 @@ def drawn(sp: int, number: int) -> list[Member]:
 
 
 @cache
+def by_rank(sp: int) -> list[dict[str, Any]]:
+    """All that this module wants of sp ranks, in one launch: most of the time it takes is to start them."""
+    members = drawn(sp)
+    return [on_rank(None, members)] if sp == 1 else on_ranks(on_rank, members, sp=sp, timeout=110)
+
+
+def on_rank(group: Any, members: list[Member]) -> dict[str, Any]:
+    found: dict[str, Any] = {"members": run(group, members)}
+    if degree(group) == 4:
+        found |= {part.__name__: part(group) for part in (delayed, automatic, round_trip, refused)}
+    return found
+
+
 def results(sp: int) -> list[tuple[Member, list[dict[str, Any]]]]:
-    members = drawn(sp, {1: 16, 2: 40, 4: 48, 8: 32, 16: 12}[sp])
-    by_rank = [run(None, members)] if sp == 1 else on_ranks(run, members, sp=sp, timeout=110)
-    return [(member, [values[i] for values in by_rank]) for i, member in enumerate(members)]
+    return [(member, [found["members"][i] for found in by_rank(sp)]) for i, member in enumerate(drawn(sp))]
 
 
 @pytest.mark.parametrize("sp", [1, 2, 4, 8, 16])
@@ -190,9 +204,9 @@ class Late:
         self.events.append(f"end {self.name}")
 
 
-def delayed(group: Any, members: list[Member]) -> list[tuple[dict[str, Any], list[str]]]:
+def delayed(group: Any) -> list[tuple[dict[str, Any], list[str]]]:
     found = []
-    for member in members:
+    for member in OVERLAPPED:
         events: list[str] = []
 
         def late(name: str, events: list[str] = events) -> Any:
@@ -230,18 +244,13 @@ OVERLAPPED = [
 ]
 
 
-@cache
-def late_results() -> list[list[tuple[dict[str, Any], list[str]]]]:
-    return on_ranks(delayed, OVERLAPPED, sp=4)
-
-
 @pytest.mark.parametrize("number", range(len(OVERLAPPED)))
 def test_nothing_is_read_before_its_collective_has_ended(number: int) -> None:
-    check(OVERLAPPED[number], [values[number][0] for values in late_results()])
+    check(OVERLAPPED[number], [found["delayed"][number][0] for found in by_rank(4)])
 
 
 def test_the_query_travels_while_the_latent_does_forward_and_backward() -> None:
-    _, events = late_results()[0][0]
+    _, events = by_rank(4)[0]["delayed"][0]
     events = [event for event in events if event != "all_gather_single"]  # the ranks' agreement
     gather, scatter = "all_gather_single", "reduce_scatter_single"
     assert events[:4] == [f"begin {gather}", "all_to_all_single", f"end {gather}", "all_to_all_single"]
@@ -406,11 +415,11 @@ def automatic(group: Any) -> tuple[str, dict[str, Any], str, list[float]]:
 
 
 def test_auto_runs_what_it_picks() -> None:
-    by_rank = on_ranks(automatic, sp=4)
-    assert all(found[:3] == by_rank[0][:3] for found in by_rank)
-    form, options, reason, _ = by_rank[0]
+    found = [each["automatic"] for each in by_rank(4)]
+    assert all(each[:3] == found[0][:3] for each in found)
+    form, options, reason, _ = found[0]
     assert form == "laga" and options.get("context") == 4 and "R = 4" in reason
-    assert max(found[3][0] for found in by_rank) <= 1e-12
+    assert max(each[3][0] for each in found) <= 1e-12
 
 
 # --- sharding ---
@@ -450,7 +459,7 @@ def round_trip(group: Any) -> list[bool]:
 
 
 def test_shards_come_back_in_order() -> None:
-    assert all(all(found) for found in on_ranks(round_trip, sp=4))
+    assert all(all(found["round_trip"]) for found in by_rank(4))
     assert torch.equal(unshard_sequence(shard_sequence(torch.arange(6), None, dim=0), None, dim=0), torch.arange(6))
 
 
@@ -511,7 +520,6 @@ def _refused(group: Any, layer: Callable[..., MLAAttention]) -> list[str]:
 
 
 def test_bad_sizes_are_refused_on_every_rank_alike() -> None:
-    by_rank = on_ranks(refused, sp=4, timeout=30)
     wanted = [
         "ValueError: context=3 does not divide sp=4; choose context among [1, 2, 4]",
         "3 heads cannot be split evenly over sp/context = 2 ranks (sp=4, context=2); choose context among [4]",
@@ -528,7 +536,7 @@ def test_bad_sizes_are_refused_on_every_rank_alike() -> None:
         "2 * context = 8 equal pieces",
         "unknown layout 'striped'; known: contiguous, zigzag",
     ]
-    for found, moved in by_rank:
+    for found, moved in (each["refused"] for each in by_rank(4)):
         for text, part in zip(found, wanted, strict=True):
             assert part in text, f"{text!r} does not say {part!r}"
         assert moved == ["all_gather"], "of the positions given, which only all ranks together can judge; nothing else"
