@@ -119,6 +119,20 @@ def test_hardware() -> None:
     )
 
 
+def test_exercises() -> None:
+    absorbed, accumulator, query, value = (32 * 16384 * width * 2 / 1e6 for width in (512 + 64, 512, 128 + 64, 128))
+    states(
+        "forms",
+        f"absorbed queries, {absorbed:.0f} MB, and the accumulator, {accumulator:.0f} MB",
+        f"queries, {query:.0f} MB, keys, {query:.0f} MB, and values, {value:.0f} MB",
+        f"has {(absorbed + accumulator) / 1e3:.2f} GB where Laga has {(2 * query + value) / 1e3:.2f}",
+    )
+    square = (8734 - 2 * 2221) / 2
+    states(
+        "hardware", f"= {square:.0f}$ and $l = {2221 - square:.0f}$ MB", f"= {memory.score_matrix_mb(8192, 8):.0f}$ MB"
+    )
+
+
 def test_throughput_fits() -> None:
     assert throughput.link_fit("table 4", "fused")["gb_s"] == pytest.approx(58.7, abs=0.05)
     at_16k = throughput.across_nodes_fit()["predicted"][-1]
