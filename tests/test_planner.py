@@ -109,7 +109,7 @@ def test_settings_reach_every_outcome() -> None:
 @pytest.mark.browser
 def test_the_page_tells_why_and_gives_code(open_page: Callable[..., Visit]) -> None:
     """In a browser: reason, code and figures are choose's, at settings taken from the address."""
-    for setting in (SETTINGS[0], SETTINGS[4], SETTINGS[9], SETTINGS[2], SETTINGS[-1]):
+    for setting in (SETTINGS[4], SETTINGS[9], SETTINGS[-1]):
         query = "&".join(f"planner.{name}={value}" for name, value in controls(setting).items())
         seen = open_page(f"{PAGE}?{query}" if query else PAGE)
         found, answer = expected(setting), seen.chart("planner").root.locator(".laga-answer")

@@ -17,7 +17,7 @@ import sympy
 
 from ..config import MLAConfig
 from ..costs import FormChoice, Machine, choose, to_vega
-from ..costs.choice import PARTS, REASON, TIE, code, cost_parts, in_words, laga_options, seconds_expressions
+from ..costs.choice import PARTS, REASON, TIE, arithmetic, code, cost_parts, in_words, laga_options, seconds_expressions
 from ..costs.symbols import HEADS, HIDDEN, KV_LORA, NOPE, Q_LORA, ROPE, VALUE
 from ..forms import STRONG_EXPLICIT
 from .theme import INK, case, choice, dressed, form_colour, slider
@@ -192,10 +192,12 @@ def _parts() -> dict[str, str]:
         if options != alike:
             continue
         queries = (True,) if options.get("query") == "latent" else (False, True)
-        found = {(q, causal): cost_parts(form, causal, q, **alike) for q in queries for causal in (False, True)}
+        found = {q: {part: _vega(each) for part, each in cost_parts(form, True, q, **alike).items()} for q in queries}
+        for q in queries:  # the mask shows in attention only
+            unmasked = sum(arithmetic(form, False, q, d, **alike)[1] for d in ("forward", "backward"))
+            found[q]["attention"] = _either("causal", found[q]["attention"], _vega(unmasked))
         for part in PARTS:
-            of = {q: _either("causal", _vega(found[q, True][part]), _vega(found[q, False][part])) for q in queries}
-            texts[part][in_words(form, alike)] = _either("q_lora_rank > 0", of[True], of[queries[0]])
+            texts[part][in_words(form, alike)] = _either("q_lora_rank > 0", found[True][part], found[queries[0]][part])
     return {f"_{part}": _by_member(each) for part, each in texts.items()}
 
 
