@@ -17,8 +17,9 @@ def test_a_small_cluster_counts_what_the_forms_send_and_is_not_run_twice(tmp_pat
         assert row["wire_bytes"].keys() <= row["probes"].keys() and 0 <= row["quiet"] <= 1
     slow, free = (next(r["probes"] for r in rows if r["mbit_s"] == rate) for rate in (100, None))
     assert all(slow[name]["ms"] > free[name]["ms"] for name in slow)
-    free = next(row for row in emulated.predicted(rows) if row["mbit_s"] is None)
-    assert free["predicted"] == free["emulated"]
+    free = [row for row in emulated.predicted(rows) if row["mbit_s"] is None]
+    assert [row["form"] for row in free] == ["absorbed", "laga"]
+    assert all(row["predicted"] == row["emulated"] for row in free)
     assert emulated.sweep(Store(tmp_path), (2,), (100, None), **sizes) == rows
 
 

@@ -22,14 +22,15 @@ def test_communication_in_the_page_and_live(seq: int, sp: int, context: int, acc
 
 
 @pytest.mark.parametrize(
-    ("seq", "sp", "link", "rate"), [(16384, 8, 10, 150), (131072, 16, 200, 1000), (4096, 2, 1, 10)]
+    ("seq", "sp", "link", "latency", "rate"),
+    [(16384, 8, 10, 30, 150), (131072, 16, 200, 500, 1000), (4096, 2, 1, 200, 10)],
 )
-def test_throughput_in_the_page_and_live(seq: int, sp: int, link: int, rate: int) -> None:
-    _, page = drawn(throughput.explorer().to_dict(), seq=seq, sp=sp, link=link, rate=rate)
-    rows = live.throughput_rows("paper-v3", seq, sp, link, rate)
+def test_throughput_in_the_page_and_live(seq: int, sp: int, link: int, latency: int, rate: int) -> None:
+    _, page = drawn(throughput.explorer().to_dict(), seq=seq, sp=sp, link=link, latency=latency, rate=rate)
+    rows = live.throughput_rows("paper-v3", seq, sp, link, latency, rate)
     fastest = min(row["step_ms"] for row in rows)
     for row in rows:
-        assert row["step_ms"] == pytest.approx(row["computing_ms"] + row["sending_ms"])
+        assert row["step_ms"] == pytest.approx(row["computing_ms"] + row["sending_ms"] + row["latency_ms"])
         assert f"{row['step_ms']:.1f} ms" + (", fastest" if row["step_ms"] == fastest else "") in page, (row, page)
 
 

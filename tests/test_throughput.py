@@ -1,14 +1,18 @@
 """The cost model against the committed emulated records and the reported tables; the charts."""
 
+import math
+
 import pytest
+from test_chapter_numbers import states
 
 from laga_core.charts import throughput as charts
+from laga_core.costs import transfers
 from laga_core.experiments import emulated, throughput
 
 
 def test_two_measurements_predict_the_ratio_at_every_speed():
     """At two ranks, one to a core. Four ranks on two cores are not steady enough to be held to it."""
-    rows = [row for row in emulated.predicted(emulated.published()) if row["sp"] == 2]
+    rows = [row for row in emulated.predicted(emulated.published()) if (row["sp"], row["form"]) == (2, "laga")]
     assert len(rows) == len(emulated.RATES)
     for row in rows:
         assert row["predicted"] == pytest.approx(row["emulated"], rel=0.15), row
@@ -23,9 +27,10 @@ def test_each_collective_is_charged_its_own_rate():
     fast, slow = {"all_to_all": 2.0, "all_gather": 1.0}, {"all_to_all": 12.0, "all_gather": 6.0}
     rows = [row(100, form, 300.0, sent[form], slow) for form in emulated.FORMS]
     rows += [row(None, form, 50.0, sent[form], fast) for form in emulated.FORMS]
-    found = emulated.predicted(rows)
-    assert found[0] == {"sp": 2, "mbit_s": 100, "emulated": 1.0, "predicted": (50 + 100) / (50 + 50 + 10)}
-    assert found[1]["predicted"] == 1.0
+    found = {(row["mbit_s"], row["form"]): row for row in emulated.predicted(rows)}
+    assert found[100, "laga"]["emulated"] == found[None, "laga"]["predicted"] == 1.0
+    assert found[100, "laga"]["predicted"] == pytest.approx((50 + 100) / (50 + 50 + 10))
+    assert found[100, "absorbed"]["predicted"] == pytest.approx((50 + 100) / 50)
 
 
 def test_interface_counters_agree_with_the_closed_forms():
@@ -43,3 +48,66 @@ def test_one_link_rate_explains_the_fused_single_node_cells():
 @pytest.mark.parametrize("chart", [charts.emulated, charts.reported, charts.explorer])
 def test_charts_are_valid(chart):
     assert chart().to_dict()["usermeta"]["embedOptions"]["renderer"] == "svg"
+
+
+# --- what the chapter says
+
+
+def test_the_chapter_on_emulated_links():
+    """After new records: put into the chapter what this says is missing, and read the sentences around it again."""
+    rows = {(row["sp"], row["form"], row["mbit_s"]): row for row in emulated.predicted(emulated.published())}
+
+    def off(sp: int, form: str) -> list[tuple[float, float]]:
+        """The model's error at each limited speed, largest first."""
+        errors = (
+            (100 * abs(r["predicted"] / r["emulated"] - 1), rate)
+            for (n, f, rate), r in rows.items()
+            if (n, f) == (sp, form) and rate
+        )
+        return sorted(errors, reverse=True)
+
+    laga, absorbed = (
+        {rate: rows[2, form, rate]["emulated"] for rate in emulated.RATES} for form in ("laga", "absorbed")
+    )
+    (four, rate), (others, _), *_ = off(4, "laga")
+    wire = emulated.wire_bytes(emulated.config(), "laga", 512, 2)
+    states(
+        "throughput",
+        f"wins by {laga[100]:.2f} at 100 Mbit/s and by {laga[500]:.2f} at 500",
+        f"at 2 Gbit/s it is even with explicit ({laga[2000]:.2f})",
+        f"within {math.ceil(off(2, 'laga')[0][0])} % at every speed",
+        f"beats explicit on the slowest link, by {absorbed[100]:.2f}",
+        f"nearly twice as long where nothing limits it ({absorbed[None]:.2f})",
+        f"Its predictions are off by up to {math.ceil(max(off(2, 'absorbed') + off(4, 'absorbed'))[0])} %",
+        f"off by {four:.0f} % at {rate:g} Mbit/s, and by at most {math.ceil(others)} % at the other speeds",
+        f"send {100 * (emulated.gloo_bytes(wire) / sum(wire.values()) - 1):.0f} % more at two ranks",
+        f"Laga gains up to {laga[100]:.1f}, and nothing",
+    )
+    calls = {form: sum(len(transfers(form, side)) for side in ("forward", "backward")) for form in emulated.FORMS}
+    assert calls == {"explicit": 8, "absorbed": 6, "laga": 6}
+
+
+def test_the_chapter_on_reported_tables():
+    saved = [row for row in throughput.savings() if row["source"] == "table 4" and row["kernel"] == "fused"]
+    fit, across = throughput.link_fit("table 4", "fused"), throughput.across_nodes_fit()
+    at = {row["seq"]: row for row in across["predicted"]}
+    states(
+        "throughput",
+        "saves {:.1f}, {:.1f} and {:.1f} ms".format(*(row["saved_ms"] for row in saved)),
+        "{:.0f}, {:.0f} and {:.0f} MB on the wire".format(*(row["saved_mb"] for row in saved)),
+        f"One rate, {fit['gb_s']:.1f} GB/s",
+        f"predicts {at[16384]['bytes_only']:.2f} of the reported {at[16384]['reported']:.2f}",
+        f"At 4096 it predicts {at[4096]['bytes_only']:.2f}, and {at[4096]['reported']:.2f} is reported",
+        f"gives {across['fixed_ms']:.0f} ms a step at {across['gb_s']:.1f} GB/s",
+        "then {:.2f}, {:.2f} and {:.2f} where".format(*(row["fit"] for row in across["predicted"])),
+        "where {:.2f}, {:.2f} and {:.2f} are reported".format(*(row["reported"] for row in across["predicted"])),
+    )
+    slower = [row for row in throughput.savings() if row["saved_ms"] < 0]
+    cells = {(row["source"], row["sp"], row["seq"]): -row["saved_ms"] for row in slower}
+    assert list(cells) == [("table 3", 4, 4096), ("table 3", 8, 4096), ("table 3", 8, 8192), ("table 5", 16, 4096)]
+    first, second, third, last = cells.values()
+    states(
+        "throughput",
+        f"by {first:.1f} ms (sp 4, 4096 tokens), and by {second:.0f} and {third:.0f} ms",
+        f"eager row of 4096 tokens, by {last:.0f} ms",
+    )

@@ -83,27 +83,29 @@ def communication_explorer() -> widgets.VBox:
     return _explorer(controls, lambda **values: table(communication_rows(**values), names, **formats)._repr_html_())
 
 
-def throughput_rows(model: str, seq: int, sp: int, link: float, rate: float) -> list[dict[str, Any]]:
-    """Time of a layer's step by :func:`laga_core.costs.cost`, at a link's GB/s and a device's TFLOP/s."""
-    config, machine = MLAConfig.preset(model), Machine(rate * 1e12, link * 1e9, latency=1e-12)
+def throughput_rows(model: str, seq: int, sp: int, link: float, latency: float, rate: float) -> list[dict[str, Any]]:
+    """Time of a layer's step by :func:`laga_core.costs.cost`, at a link's GB/s and µs and a device's TFLOP/s."""
+    config, machine = MLAConfig.preset(model), Machine(rate * 1e12, link * 1e9, latency=latency / 1e6)
     rows = []
     for form in FORM_LABELS:
         found = cost(config, form, seq, sp, machine)
-        parts = {"computing_ms": found.compute, "sending_ms": found.transfer, "step_ms": found.seconds}
+        parts = {"computing_ms": found.compute, "sending_ms": found.transfer, "latency_ms": found.latency}
+        parts |= {"step_ms": found.seconds}
         rows.append({"form": form} | {part: 1e3 * seconds for part, seconds in parts.items()})
     return rows
 
 
 def throughput_explorer() -> widgets.VBox:
-    """Controls for model, sequence, ranks, link and device; a table of the cost model's times, without fixed costs."""
+    """Controls for model, sequence, ranks, link and device; a table of the cost model's times."""
     controls = {
         "model": widgets.Dropdown(options=sorted(PRESETS), value="paper-v3", description="model"),
         "seq": _powers("sequence", 16384, 10, 20),
         "sp": _powers("ranks", 8, 0, 7),
         "link": widgets.BoundedFloatText(value=10, min=1e-3, max=1e4, description="link, GB/s"),
+        "latency": widgets.BoundedFloatText(value=30, min=1e-3, max=1e6, description="latency, µs"),
         "rate": widgets.BoundedFloatText(value=150, min=1e-3, max=1e5, description="device, TFLOP/s"),
     }
-    formats: dict[str, Any] = dict.fromkeys(("computing_ms", "sending_ms", "step_ms"), "{:,.2f}")
+    formats: dict[str, Any] = dict.fromkeys(("computing_ms", "sending_ms", "latency_ms", "step_ms"), "{:,.2f}")
     return _explorer(controls, lambda **values: table(throughput_rows(**values), **formats)._repr_html_())
 
 

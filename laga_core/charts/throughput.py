@@ -7,7 +7,7 @@ import sympy
 import torch
 
 from ..config import MLAConfig
-from ..costs import communication_expression, substitutions, to_vega
+from ..costs import communication_expression, substitutions, to_vega, transfers
 from ..costs.choice import arithmetic
 from ..costs.symbols import HEADS, SEQ, SP
 from ..experiments import emulated as emulation
@@ -18,26 +18,32 @@ Layers = alt.LayerChart | alt.FacetChart
 
 
 def emulated() -> Layers:
-    """Explicit / Laga against the speed of the emulated links: the committed records, and the cost model."""
+    """Explicit / Laga and explicit / absorbed against the speed of the emulated links: the records, and the model."""
     rows = []
     for row in emulation.predicted(emulation.published()):
         speed = "no limit" if row["mbit_s"] is None else f"{row['mbit_s']:g}"
-        common = {"speed": speed, "ranks": f"{row['sp']} ranks"}
+        common = {"speed": speed, "ranks": f"{row['sp']} ranks", "form": row["form"]}
         rows += [{**common, "kind": kind, "ratio": row[kind]} for kind in ("emulated", "predicted")]
     order = list(dict.fromkeys(row["speed"] for row in rows))
-    base = alt.Chart(alt.InlineData(rows)).encode(
+    colour = form_colour()
+    colour["legend"]["values"] = ["laga", "absorbed"]
+    base = alt.Chart().encode(
         x=alt.X("speed:O", sort=order, title="Mbit/s of each link", axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("ratio:Q", title="explicit / Laga, step time", scale=alt.Scale(zero=False)),
-        strokeDash=alt.StrokeDash("ranks:N", title=None),
-        tooltip=["ranks:N", "speed:O", "kind:N", alt.Tooltip("ratio:Q", format=".2f")],
+        y=alt.Y("ratio:Q", title="explicit / form, step time", scale=alt.Scale(zero=False)),
+        color=colour,
+        tooltip=["form:N", "ranks:N", "speed:O", "kind:N", alt.Tooltip("ratio:Q", format=".2f")],
     )
-    shape = alt.Shape("ranks:N", title=None)
-    lines = base.transform_filter("datum.kind == 'predicted'").mark_line(color=FORM_COLOURS["laga"])
-    marks = base.transform_filter("datum.kind == 'emulated'").mark_point(color=INK, size=80).encode(shape=shape)
+    lines = base.transform_filter("datum.kind == 'predicted'").mark_line()
+    marks = base.transform_filter("datum.kind == 'emulated'").mark_point(size=80, strokeWidth=2, opacity=1)
+    equal = alt.Chart().mark_rule(strokeDash=[3, 3], opacity=0.5).encode(y=alt.datum(1))
+    header = alt.Header(labelAnchor="start", labelOrient="top", labelFontWeight="bold")
+    chart = alt.layer(equal, lines, marks).properties(width=480, height=150).facet(
+        data=alt.InlineData(rows), row=alt.Row("ranks:N", title=None, header=header), spacing=12
+    )  # fmt: skip
     return dressed(
-        alt.layer(lines, marks).properties(width=480, height=240),
-        "Explicit divided by Laga in step time against link speed: the model as lines, emulated links as marks; the "
-        "advantage of Laga shrinks as links get faster.",
+        chart,
+        "Explicit divided by Laga and by absorbed in step time against link speed, on two and on four ranks: the model "
+        "as lines, emulated links as marks; the advantage shrinks as links get faster.",
     )
 
 
@@ -68,23 +74,23 @@ def explorer(model: str = "paper-v3") -> Layers:
     config = MLAConfig.preset(model)
     controls = [
         slider("link", "Link, GB/s ", 10, 1, 200, 1),
+        slider("latency", "Latency of a collective, µs ", 30, 0, 500, 10),
         slider("rate", "Device, TFLOP/s ", 150, 10, 1000, 10),
         slider("seq", "Sequence length ", 16384, 4096, 131072, 4096),
         choice("sp", "Ranks ", (2, 4, 8, 16), value=8),
         choice("heads", "Heads ", (16, 32, 64, 128), value=128),
     ]
-    compute, send = {}, {}
+    parts: dict[str, dict[str, str]] = {"computing": {}, "sending": {}, "latency": {}}
     for form in FORM_LABELS:
         forward, backward = (arithmetic(form, config.causal, config.q_lora_rank is not None, d)
                              for d in ("forward", "backward"))  # fmt: skip
-        compute[form] = f"({_vega(sympy.Add(*forward, *backward), config)}) / rate / 1e9"
-        send[form] = f"2 * ({_vega(communication_expression(form), config)}) / link / 1e6"
-    rows = [{"form": form, "part": part} for form in FORM_LABELS for part in ("computing", "sending")]
+        parts["computing"][form] = f"({_vega(sympy.Add(*forward, *backward), config)}) / rate / 1e9"
+        parts["sending"][form] = f"2 * ({_vega(communication_expression(form), config)}) / link / 1e6"
+        parts["latency"][form] = f"{2 * len(transfers(form))} * latency / 1e3"
+    rows = [{"form": form, "part": part, "place": n} for form in FORM_LABELS for n, part in enumerate(parts)]
     base = (
         alt.Chart(alt.InlineData(rows))
-        .transform_calculate(
-            ms=f"datum.part == 'computing' ? {case('datum.form', compute)} : {case('datum.form', send)}"
-        )
+        .transform_calculate(ms=case("datum.part", {part: case("datum.form", ms) for part, ms in parts.items()}))
         .transform_joinaggregate(total="sum(ms)", groupby=["form"])
         .transform_joinaggregate(best="min(total)")
     )
@@ -94,7 +100,8 @@ def explorer(model: str = "paper-v3") -> Layers:
         x=alt.X("ms:Q", stack="zero", title="ms of one layer, forward and backward"),
         y=y,
         color=form_colour(legend=False),
-        opacity=alt.Opacity("part:O", title=None, scale=alt.Scale(domain=["computing", "sending"], range=[1, 0.5])),
+        opacity=alt.Opacity("part:O", title=None, scale=alt.Scale(domain=list(parts), range=[1, 0.55, 0.25])),
+        order=alt.Order("place:Q"),
         tooltip=["form:N", "part:N", alt.Tooltip("ms:Q", format=".2f"), alt.Tooltip("total:Q", format=".2f")],
     )
     totals = (
@@ -105,8 +112,8 @@ def explorer(model: str = "paper-v3") -> Layers:
     )
     return dressed(
         alt.layer(bars, totals).properties(width=440, height=alt.Step(36)).add_params(*controls),
-        "Step time of explicit, absorbed and Laga split into computing and sending, with controls for link, device, "
-        "sequence, ranks and heads; the fastest is marked.",
+        "Step time of explicit, absorbed and Laga split into computing, sending and latency, with controls for link, "
+        "latency, device, sequence, ranks and heads; the fastest is marked.",
     )
 
 

@@ -177,24 +177,27 @@ def _probes(shape: MLAConfig, seq: int, sp: int) -> dict[str, tuple[Callable[[],
 
 
 def predicted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Explicit / Laga of each degree and rate, beside what two measurements predict: no step on a slow link is used.
+    """Explicit's step time in units of the others', for each degree and rate, beside what two measurements predict.
 
-    The unshaped step, and each collective alone: what it takes at this rate more than without a limit, for a byte, is
-    charged for every byte that the closed forms say the step sends by it.
+    They are the unshaped step, and each collective alone: what it takes at this rate more than without a limit, for a
+    byte, is charged for every byte that the closed forms say the step sends by it. No step on a slow link is used.
     """
     cells = {(row["sp"], row["mbit_s"], row["form"]): row for row in rows}
+
+    def ms(sp: int, rate: float | None, form: str) -> float:
+        (sent, probes), free = _charges(cells[sp, rate, form]), cells[sp, None, form]
+        unshaped = _charges(free)[1]
+        waits = (
+            size * (probes[name]["ms"] - unshaped[name]["ms"]) / probes[name]["bytes"] for name, size in sent.items()
+        )
+        return float(free["ms"]) + sum(waits)
+
     found = []
-    for sp, rate in dict.fromkeys((row["sp"], row["mbit_s"]) for row in rows):
-        ms = {}
-        for form in FORMS:
-            free, row = cells[sp, None, form], cells[sp, rate, form]
-            (sent, probes), (_, free_probes) = _charges(row), _charges(free)
-            ms_per_byte = {
-                name: (each["ms"] - free_probes[name]["ms"]) / each["bytes"] for name, each in probes.items()
-            }
-            ms[form] = free["ms"] + sum(size * ms_per_byte[name] for name, size in sent.items())
-        ratio = cells[sp, rate, "explicit"]["ms"] / cells[sp, rate, "laga"]["ms"]
-        found.append({"sp": sp, "mbit_s": rate, "emulated": ratio, "predicted": ms["explicit"] / ms["laga"]})
+    for (sp, rate, form), row in cells.items():
+        if form != "explicit":
+            emulated = cells[sp, rate, "explicit"]["ms"] / row["ms"]
+            ratio = ms(sp, rate, "explicit") / ms(sp, rate, form)
+            found.append({"sp": sp, "mbit_s": rate, "form": form, "emulated": emulated, "predicted": ratio})
     return found
 
 
@@ -207,4 +210,4 @@ def _charges(row: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, dict[str
 
 if __name__ == "__main__":
     for each in predicted(sweep(Store(data_dir() / "published" / "cpu"), patience=90.0, rerun=True)):
-        print("sp {sp}, {mbit_s} Mbit/s: emulated {emulated:.2f}, predicted {predicted:.2f}".format(**each))
+        print("sp {sp}, {mbit_s} Mbit/s, {form}: emulated {emulated:.2f}, predicted {predicted:.2f}".format(**each))
