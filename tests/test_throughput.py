@@ -1,13 +1,21 @@
 """The cost model against the committed emulated records and the reported tables; the charts."""
 
 import math
+from pathlib import Path
 
+import nbformat
 import pytest
+import yaml
 from test_chapter_numbers import states
 
 from laga_core.charts import throughput as charts
+from laga_core.charts.tables import table
 from laga_core.costs import transfers
 from laga_core.experiments import emulated, throughput
+from laga_core.kernels import check_kernel
+from laga_core.results import Record, Store
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_two_measurements_predict_the_ratio_at_every_speed():
@@ -48,6 +56,42 @@ def test_one_link_rate_explains_the_fused_single_node_cells():
 @pytest.mark.parametrize("chart", [charts.emulated, charts.reported, charts.explorer])
 def test_charts_are_valid(chart):
     assert chart().to_dict()["usermeta"]["embedOptions"]["renderer"] == "svg"
+
+
+def test_measured_rates_stand_beside_the_reported_ones(tmp_path):
+    store = Store(tmp_path)
+    size = {"kernel": "auto", "sp": 8, "seq": 4096, "heads": 128, "hidden": 7168, "layers": 4, "repeats": 3}
+    where = {"device": "cuda", "nnodes": 1}
+    for form, status, metrics in (
+        ("explicit", "ok", {"ms": 80.0}),
+        ("absorbed", "oom", {}),
+        ("laga", "ok", {"ms": 64.0}),
+    ):
+        record = {"parameters": {**size, **where, "form": form}, "status": status, "metrics": metrics}
+        store.write(Record(experiment="throughput", kind="measured", provenance={"hardware": "a GPU"}, **record))
+    *reported, measured = throughput.tokens_per_second(store)
+    assert [row["source"] for row in reported].count("table 4") == 6 and {r["kind"] for r in reported} == {"reported"}
+    assert next(r for r in reported if r["absorbed"] == "OOM")["laga"] == 20771
+    assert (measured["kind"], measured["source"], measured["absorbed"]) == ("measured", "a GPU", "OOM")
+    assert (measured["explicit"], measured["laga"], measured["laga / explicit"]) == (51200, 64000, 1.25)
+    assert "OOM" in table([measured], absorbed="{:,.0f}")._repr_html_()
+
+
+CLUSTER = sorted(path for path in (ROOT / "notebooks/profiles").glob("*.yaml") if path.stem != "long")
+
+
+@pytest.mark.parametrize("profile", CLUSTER, ids=lambda path: path.stem)
+def test_a_profile_fits_the_notebook(profile):
+    """Every parameter it sets is one of notebook 04's, and of the same type."""
+    cells = nbformat.read(ROOT / "notebooks/04_throughput.ipynb", as_version=4).cells
+    defaults: dict[str, object] = {}
+    exec(next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])), defaults)
+    parameters = yaml.safe_load(profile.read_text(encoding="utf-8"))
+    assert isinstance(parameters, dict)
+    for name, value in parameters.items():
+        assert name in defaults and type(value) is type(defaults[name]), name
+    for kernel in parameters.get("kernels", []):
+        check_kernel(kernel)
 
 
 # --- what the chapter says

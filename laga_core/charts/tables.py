@@ -45,6 +45,6 @@ class table:
         elif number:
             text = self.formats.get(column, "{:,}" if isinstance(value, int) else "{:g}").format(value)
         else:
-            text = self.formats.get(column, "{}").format(value)
+            text = str(value)  # a word among numbers, such as OOM, has no use for their format
         align = ' style="text-align: right"' if number or value is None else ""
         return f"<td{align}>{html.escape(text)}</td>"

@@ -22,7 +22,7 @@ from ..device import backend_for, resolve_device, synchronize
 from ..experts import MLP
 from ..launch import launch
 from ..model import Block
-from ..results import Store, run_cell
+from ..results import Store, data_dir, run_cell
 from .memory import paper_config
 from .paper import read_table
 
@@ -221,6 +221,37 @@ def _step_ms(cell: dict[str, Any]) -> float:
         times.append(step_time_ms(lambda: stack(x).sum().backward(), device))
         stack.zero_grad()
     return statistics.median(times[1:])
+
+
+def tokens_per_second(store: Store) -> list[dict[str, Any]]:
+    """Tables 3 to 5 as reported, and what ``store`` and the published records have measured: a row for each setting.
+
+    Rows with ``kind`` and ``source``, the setting, tokens per second of each form (a status such as ``OOM`` where there
+    is no rate, ``None`` where nothing was run), and Laga's over explicit's.
+    """
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name in ("table3", "table4", "table5"):
+        for cell in read_table(name):
+            setting = {"kernel": "eager", "n_heads": "128", **cell}  # what table 3, and what the others have in common
+            sizes = (int(setting[column]) for column in ("n_heads", "sp", "seq"))
+            place = ("reported", name.replace("table", "table "), setting["kernel"], *sizes)
+            rates = {form: cell[f"{form}_tok_s"] for form in FORMS}
+            rows[place] = {form: rate if rate == "OOM" else float(rate) for form, rate in rates.items()}
+    stores = [*(Store(f) for f in sorted((data_dir() / "published").glob("*"))), store]
+    for record in (record for each in stores for record in each.load(EXPERIMENT)):
+        p = record.parameters
+        place = (record.kind, record.provenance["hardware"], *(p[x] for x in ("kernel", "heads", "sp", "seq")))
+        rate = 1000 * p["seq"] / record.metrics["ms"] if record.status == "ok" else record.status.upper()
+        rows.setdefault(place, dict.fromkeys(FORMS))[p["form"]] = rate
+    columns = ("kind", "source", "kernel", "heads", "sp", "seq")
+    return [
+        {**dict(zip(columns, place, strict=True)), **rates, "laga / explicit": _over(rates["laga"], rates["explicit"])}
+        for place, rates in rows.items()
+    ]
+
+
+def _over(a: Any, b: Any) -> float | None:
+    return a / b if isinstance(a, float) and isinstance(b, float) else None
 
 
 def step_time_ms(step: Callable[[], object], device: torch.device) -> float:
