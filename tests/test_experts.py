@@ -56,7 +56,7 @@ def test_the_figure_of_the_schedule_shows_every_call_once_and_no_two_rows_at_a_t
     spec = charts.schedule().to_dict()
     (rows,) = spec["datasets"].values()
     assert [(row["call"], row["after"]) for row in rows] == [(i, i + 1) for i in range(28)]
-    assert all(row["row"].endswith("experts") == row["collective"].startswith("expert") for row in rows)
+    assert all(row["row"].startswith("experts") == row["collective"].startswith("expert") for row in rows)
     svg, texts = drawn(spec)
     for name in {row["collective"] for row in rows}:
         assert name.replace("_", "-") in texts

@@ -85,10 +85,14 @@ def differences(records: Iterable[Record] | None = None) -> AnyChart:
             color=alt.Color(
                 "pair:N",
                 title=None,
+                legend=alt.Legend(columns=3),
                 scale=alt.Scale(domain=pairs, range=["#009E73", "#D55E00", "#999999"]),
             ),
             strokeDash=alt.StrokeDash(
-                "pair:N", title=None, scale=alt.Scale(domain=pairs, range=[[1, 0], [1, 0], [4, 4]])
+                "pair:N",
+                title=None,
+                legend=alt.Legend(columns=3),
+                scale=alt.Scale(domain=pairs, range=[[1, 0], [1, 0], [4, 4]]),
             ),
             tooltip=["pair:N", "step:Q", alt.Tooltip("difference:Q", format=".1e")],
         )
@@ -109,13 +113,18 @@ def schedule(record: Record | None = None) -> alt.Chart:
     rows = []
     for number, call in enumerate(record.metrics["schedule"]):
         part = "attention" if call["running"] == "attention" else "experts"
-        rows.append({**call, "call": number, "after": number + 1, "row": f"layer {call['layer']}, {part}"})
-    order = sorted({row["row"] for row in rows})
+        rows.append({**call, "call": number, "after": number + 1, "row": f"{part} {call['layer']}"})
+    order = list(dict.fromkeys(row["row"] for row in rows))  # as forward meets them
     chart = (
         alt.Chart(alt.InlineData(rows))
         .mark_rect(stroke="white", strokeWidth=0.5)
         .encode(
-            x=alt.X("call:Q", title="calls in order: forward, then backward", axis=alt.Axis(tickMinStep=1)),
+            x=alt.X(
+                "call:Q",
+                title="calls in order: forward, then backward",
+                axis=alt.Axis(tickMinStep=1),
+                scale=alt.Scale(domain=[0, len(rows) + 1], nice=False),
+            ),
             x2="after:Q",
             y=alt.Y("row:N", title=None, sort=order),
             color=alt.Color(
@@ -194,10 +203,14 @@ def factors(rows: Sequence[Mapping[str, Any]] | None = None) -> AnyChart:
         if row[name] is not None
     ]
     reported = [{"factor": names[name], "value": value} for name, value in routing_noise.PAPER.items()]
-    y = alt.Y("factor:N", title=None, sort=list(names.values()), axis=alt.Axis(labelLimit=260))
-    x = alt.X(
-        "value:Q", title="factor (bar: reported by the paper)", scale=alt.Scale(type="log"), axis=alt.Axis(format="~s")
+    two_lines = case(
+        "datum.value", {name: str([line.strip() for line in name.split(" ", 1)]) for name in names.values()}
     )
+    y = alt.Y("factor:N", title=None, sort=list(names.values()), axis=alt.Axis(labelExpr=two_lines))
+    values = [point["value"] for point in points + reported]
+    domain = [min(1, *values), 2 * max(values)]
+    powers = alt.Axis(values=[10**power for power in range(6)], format="~s")
+    x = alt.X("value:Q", title="factor (bar: reported)", scale=alt.Scale(type="log", domain=domain), axis=powers)
     ours = (
         alt.Chart(alt.InlineData(points))
         .mark_circle(size=90, opacity=0.75, color=MODEL_COLOURS["experts"])
@@ -218,7 +231,7 @@ def factors(rows: Sequence[Mapping[str, Any]] | None = None) -> AnyChart:
 def _difference_axis(field: str, title: str) -> alt.Y:
     axis = alt.Axis(
         values=[FLOOR, *(10.0**power for power in range(-10, 2, 2))],
-        labelExpr=f"datum.value < {2 * FLOOR} ? 'exactly 0' : format(datum.value, '.0e')",
+        labelExpr=f"datum.value < {2 * FLOOR} ? '0' : format(datum.value, '.0e')",
     )
     return alt.Y(field, title=title, axis=axis, scale=alt.Scale(type="log", domainMin=FLOOR))
 
