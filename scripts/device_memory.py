@@ -40,10 +40,12 @@ def main() -> int:
     parser.add_argument("--device", help="default: this machine's accelerator")
     parser.add_argument("--store", help="default: data/published/<hardware>")
     options = parser.parse_args()
-    device = resolve_device(options.device)
+    try:
+        device = resolve_device(options.device)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
     if device.type == "cpu":
-        print("device_memory needs a GPU or an NPU: a CPU's allocator keeps no peak (the tests read its profiler)")
-        return 2
+        parser.error("there is no GPU or NPU here, and a CPU's allocator keeps no peak (the tests read its profiler)")
     slug = re.sub(r"[^a-z0-9]+", "-", describe(device).lower()).strip("-")
     store = Store(options.store or data_dir() / "published" / slug)
     deadline = time.monotonic() + SECONDS

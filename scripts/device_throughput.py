@@ -1,6 +1,7 @@
 """What one rank of eight computes, on one GPU or NPU: three forms, eager and fused, no communication.
 
-    python scripts/device_throughput.py [--device cuda|npu|cpu] [--toy] [--store FOLDER]
+    python scripts/device_throughput.py [--device cuda|npu] [--store FOLDER]
+    python scripts/device_throughput.py --toy [--device cpu]    # to see it work: small sizes, records in data/local
 
 A fake process group stands in for the other ranks, so that one device runs one rank's share at DeepSeek-V3's size. The
 kernels are first compared with fp64. No new cell starts after five minutes; records go to data/published/<hardware>.
@@ -33,11 +34,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", help="default: this machine's accelerator")
     parser.add_argument("--toy", action="store_true", help="sizes that a CPU can run")
-    parser.add_argument("--store", help="default: data/published/<hardware>")
+    parser.add_argument("--store", help="default: data/published/<hardware>, or data/local with --toy")
     options = parser.parse_args()
-    device = resolve_device(options.device)
-    slug = "cpu" if device.type == "cpu" else re.sub(r"[^a-z0-9]+", "-", describe(device).lower()).strip("-")
-    store = Store(options.store or data_dir() / "published" / slug)
+    try:
+        device = resolve_device(options.device)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    if device.type == "cpu" and not options.toy:
+        parser.error("there is no GPU or NPU here, and these sizes are none for a CPU; --toy takes small ones")
+    slug = re.sub(r"[^a-z0-9]+", "-", describe(device).lower()).strip("-")
+    store = Store(options.store or data_dir() / ("local" if options.toy else f"published/{slug}"))
     heads, hidden, seqs = (16, 256, [256]) if options.toy else (128, 7168, [4096, 8192, 16384])
     deadline = time.monotonic() + SECONDS
 

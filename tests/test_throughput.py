@@ -1,10 +1,14 @@
 """The cost model against the committed emulated records and the reported tables; the charts."""
 
 import math
+import sys
 from pathlib import Path
 
+import device_memory
+import device_throughput
 import nbformat
 import pytest
+import torch
 import yaml
 from test_chapter_numbers import states
 
@@ -92,6 +96,31 @@ def test_a_profile_fits_the_notebook(profile):
         assert name in defaults and type(value) is type(defaults[name]), name
     for kernel in parameters.get("kernels", []):
         check_kernel(kernel)
+
+
+# --- the scripts for one device
+
+
+@pytest.mark.parametrize("script", [device_memory, device_throughput])
+@pytest.mark.parametrize("arguments, words", [(["--device", "cuda"], "no usable cuda"), ([], "no GPU or NPU here")])
+def test_without_a_device_a_script_says_so(script, arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["script", *arguments])
+    with pytest.raises(SystemExit) as left:
+        script.main()
+    assert left.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_toy_run_of_the_throughput_script(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script", "--toy", "--device", "cpu", "--store", str(tmp_path)])
+    device_throughput.main()
+    store = Store(tmp_path)
+    parity = store.load("kernel_parity")
+    assert {record.parameters["kernel"] for record in parity} == {"eager", "tiled"}
+    assert all(error < 0.02 for record in parity for error in record.metrics.values())
+    cells = {(r.parameters["kernel"], r.parameters["form"]) for r in store.load("rank_compute", status="ok")}
+    assert cells == {(kernel, form) for kernel in ("eager", "tiled") for form in throughput.FORMS}
 
 
 # --- what the chapter says
