@@ -286,6 +286,7 @@ def test_routing_noise() -> None:
     later, after = [], []
     for record in (record for record in noisy if record.parameters["model"] == "experts"):
         flips, difference, first = (record.metrics[name] for name in ("flipped", "difference", "first_flip"))
+        assert flips[first] == 1  # "one token of 256"
         after.append(statistics.fmean(flips[-50:]))
         grown = [routing_noise.growth(difference, step) or 0.0 for step in range(len(flips))]
         later.append(grown.index(max(grown)) - first)
