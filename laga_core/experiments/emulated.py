@@ -92,7 +92,7 @@ def measure(
     ``ms`` is the slowest rank's. ``probes`` are milliseconds and bytes of each collective alone at that rate, and
     ``quiet`` the part of the form's steps during which nobody else computed.
     """
-    timeout = 120.0 + 15.0 * repeats * len(rates) + patience
+    timeout = 300.0 + 40.0 * repeats * len(rates) + patience
     per_rank = netns.run(_on_rank, rates, heads, hidden, seq, repeats, patience, nodes=sp, timeout=timeout)
     ms = {
         key: statistics.median(
