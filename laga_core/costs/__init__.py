@@ -11,9 +11,7 @@ from .communication import (
     transfers,
 )
 from .memory import (
-    FLOOR,
     MemoryCost,
-    breakdown_expressions,
     longest_sequence,
     memory_cost,
     memory_moments,
@@ -22,6 +20,7 @@ from .memory import (
     saved_roles,
 )
 from .symbols import LATEX, check_sizes, substitutions, to_latex, to_vega
+from .tensors import FLOOR
 
 __all__ = [
     "ACCOUNTINGS",
@@ -33,7 +32,6 @@ __all__ = [
     "Machine",
     "MemoryCost",
     "Transfer",
-    "breakdown_expressions",
     "check_sizes",
     "choose",
     "communication",

@@ -26,7 +26,6 @@ from .symbols import (
     CONTEXT,
     HEADS,
     HIDDEN,
-    ITEMSIZE,
     KV_LORA,
     NODE,
     NOPE,
@@ -41,7 +40,6 @@ from .symbols import (
 
 _HALF = sympy.Rational(1, 2)
 _TOKENS = BATCH * SEQ / SP  # of this rank
-_ROW_SUM = sympy.Max(4, ITEMSIZE)  # bytes: float32, or float64 for float64
 
 PARTS = ("projections", "attention", "sent", "outside", "hop", "hop_outside", "under_hop", "calls", "saved")
 """What a member's cost is made of, in operations and bytes: :func:`cost_parts`."""
@@ -212,37 +210,9 @@ def arithmetic(
 
 
 def saved_expression(form: str, query_latent: bool, **form_options: Any) -> sympy.Expr:
-    """Bytes one layer keeps between forward and backward on one rank, with a kernel that is linear in memory.
-
-    The layer's input is among them; norms keep their input and one float32 a token.
-    """
-    o = {"context": 1, "query": "heads", "recompute": False, **form_options}
-    if form == "absorbed":
-        kept = memory.saved_expression(form, "fused", **form_options)
-        return kept.subs({memory.DIRECT: int(not query_latent), memory.ROTARY: 1})
-    rotary = 2 * SEQ / SP * ROPE / 2 * ITEMSIZE
-    norms = _TOKENS * 4 * (2 if query_latent else 1)
-    down = _TOKENS * ITEMSIZE * ((2 * Q_LORA if query_latent else 0) + 2 * KV_LORA + ROPE)
-    heads = HEADS * CONTEXT / SP if o["context"] > 1 else HEADS / SP  # of this rank
-    rows = BATCH * SEQ / CONTEXT if o["context"] > 1 else BATCH * SEQ  # of its queries
-    query = rows * heads * (NOPE + ROPE) * ITEMSIZE
-    key_value = BATCH * SEQ * heads * (NOPE + ROPE + VALUE) * ITEMSIZE
-    latent = BATCH * SEQ * (KV_LORA + ROPE) * ITEMSIZE
-    here = rows * heads * VALUE * ITEMSIZE  # the output, head by head; the same bytes again token by token
-    common = _TOKENS * HIDDEN * ITEMSIZE + rotary + rows * heads * _ROW_SUM + here
-    if form == "explicit":
-        return common + norms + down + query + key_value + here
-    gathered = rows * Q_LORA * ITEMSIZE
-    if o["recompute"]:
-        others = (SP - 1) / SP * latent
-        if o["query"] == "latent":
-            return common + others + gathered - _TOKENS * Q_LORA * ITEMSIZE
-        return common + others + query + (_TOKENS * (2 * Q_LORA * ITEMSIZE + 4) if query_latent else 0)
-    own = _TOKENS * (KV_LORA + ROPE) * ITEMSIZE  # the latent before its norm
-    kept = common + norms + own + latent + query + key_value + here
-    if o["query"] == "latent":
-        return kept + gathered + _TOKENS * Q_LORA * ITEMSIZE
-    return kept + (2 * _TOKENS * Q_LORA * ITEMSIZE if query_latent else 0)
+    """Bytes one layer keeps between forward and backward on one rank, with a kernel that is linear in memory."""
+    kept = memory.saved_expression(form, "tiled", **form_options)
+    return kept.subs({memory.DIRECT: int(not query_latent), memory.ROTARY: 1})
 
 
 def cost(

@@ -85,13 +85,14 @@ def stand_ins(device: str) -> Iterator[None]:
 
 
 def _ends(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-    """The first, the last but one and the last of the pieces the tiled kernel works through.
+    """The first and the last of the pieces the tiled kernel works through, and the one before a last that is not whole.
 
-    That is every kind of neighbours that memory sees: a whole piece that meets what another one left, and the rest that
-    does. What happens in between is the same again.
+    So memory sees each kind of neighbours: a whole piece that meets what a whole one left, and the rest that does. What
+    happens in between is the same again.
     """
     pieces = -(-(stop - start) // step)
-    for piece in sorted({0, pieces - 2, pieces - 1} & set(range(pieces))):
+    shown = {0, pieces - 1} if (stop - start) % step == 0 else {0, pieces - 2, pieces - 1}
+    for piece in sorted(shown & set(range(pieces))):
         yield start + piece * step, min(start + (piece + 1) * step, stop)
 
 
