@@ -58,7 +58,7 @@ class Visit:
 
     page: Page
     problems: list[str] = field(default_factory=list)
-    weight: int = 0  # bytes of everything the page loaded
+    busy_ms: float = 0.0  # of processor time the page took until it was ready, whatever else the machine did
 
     @property
     def chart_names(self) -> list[str]:
@@ -66,6 +66,14 @@ class Visit:
 
     def chart(self, name: str) -> Chart:
         return Chart(self.page, name)
+
+    @property
+    def weight(self) -> int:
+        """Bytes of everything the page has loaded."""
+        return self.page.evaluate(
+            """["navigation", "resource"].flatMap(kind => performance.getEntriesByType(kind))
+               .reduce((sum, each) => sum + each.encodedBodySize, 0)"""
+        )
 
     @property
     def ready_ms(self) -> float:
@@ -94,25 +102,26 @@ def visit(browser: Browser, base: str, path: str, width: int = WIDE, scheme: str
         if address.scheme not in ("data", "blob") and address.netloc != host:
             result.problems.append(f"request beyond its own host: {request.url}")
 
-    def on_finished(request: Request) -> None:
-        result.weight += request.sizes()["responseBodySize"]
-
     def on_console(message: Any) -> None:
         if message.type in ("error", "warning"):
             result.problems.append(f"console {message.type}: {message.text}")
 
     page.on("request", on_request)
-    page.on("requestfinished", on_finished)
     page.on("requestfailed", lambda request: result.problems.append(f"request failed: {request.url}"))
     page.on("pageerror", lambda error: result.problems.append(f"page error: {error}"))
     page.on("console", on_console)
     # Nothing leaves this machine, even if a page tries.
     context.route(lambda url: urlsplit(url).netloc != host, lambda route: route.abort())
+    watched = context.new_cdp_session(page)
+    watched.send("Performance.enable", {"timeDomain": "threadTicks"})
     page.goto(f"{base}/{path.lstrip('/')}", wait_until="load")
     page.wait_for_function(
         """() => document.readyState === "complete" && !document.querySelector(".laga-chart:not([data-state])")
            && performance.mark("ready")"""
     )
+    metrics = {each["name"]: each["value"] for each in watched.send("Performance.getMetrics")["metrics"]}
+    result.busy_ms = 1e3 * metrics["TaskDuration"]
+    watched.detach()
     return result
 
 

@@ -81,3 +81,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "page_path" in metafunc.fixturenames:
         # With no book there is one page to ask for, so that the tests fail instead of vanishing.
         metafunc.parametrize("page_path", book_pages() or ["index.html"])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What the pages of the book came to: a test says yes or no, this says how near."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    pages = [value for report in reports for name, value in report.user_properties if name == "page"]
+    if pages and all(report.when == "call" for report in reports if report.user_properties):
+        slowest, heaviest = (max(pages, key=lambda page, by=by: page[by]) for by in ("ready_s", "mb"))
+        terminalreporter.write_line(
+            f"{len(pages)} pages: ready in at most {slowest['ready_s']:.2f} s ({slowest['path']}), "
+            f"at most {heaviest['mb']:.2f} MB ({heaviest['path']})"
+        )

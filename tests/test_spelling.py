@@ -16,7 +16,7 @@ PAGES = [*sorted((ROOT / "book").glob("*.md")), ROOT / "README.md", ROOT / "CONT
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NO_PROSE = re.compile(
     r"```(?:python|console|sh|yaml)\n.*?```|```\{(?:eval-rst|literalinclude).*?```|^:[\w-]+:"  # code, options
-    r"|\$\$.*?\$\$|\$[^$]*\$|`[^`\n]*`|https?://\S+|\]\([^)]*\)|<a [^>]*>|\{[a-z:-]+\}",  # formulas, names, links, roles
+    r"|\$\$.*?\$\$|\$[^$]*\$|`[^`\n]*`|https?://\S+|\]\([^)]*\)|<a [^>]*>|\{[a-z:-]+\}",  # formulas, links, roles
     re.DOTALL | re.MULTILINE,
 )
 WORD = re.compile(r"(?<!\w)[A-Za-z]?[a-z]+(?:['’][a-z]+)?(?!\w)")
