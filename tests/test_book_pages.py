@@ -53,9 +53,7 @@ def test_page_is_ready_quickly(open_page: Open, page_path: str, record_property:
     """By the clock or, where other work makes the clock slow, by the processor time that the page takes itself."""
     seen = open_page(page_path)
     record_property("page", {"path": page_path, "ready_s": seen.ready_ms / 1e3, "mb": seen.weight / MB})
-    assert min(seen.ready_ms, seen.busy_ms) < READY_MS, (
-        f"{seen.ready_ms:.0f} ms, {seen.busy_ms:.0f} of work"
-    )
+    assert min(seen.ready_ms, seen.busy_ms) < READY_MS, f"{seen.ready_ms:.0f} ms, {seen.busy_ms:.0f} of work"
 
 
 ANOTHER_VALUE = """row => {
