@@ -19,7 +19,7 @@ from .sharding import LAYOUTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; a wrong argument or a failed run is one line on stderr and exit code 1."""
+    """Run one subcommand. What goes wrong is one line on stderr; exit code 2 for what cannot be, 1 for a failed run."""
     parser = argparse.ArgumentParser(prog="python -m laga_core", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for add_command in (add_launch_commands, _add_memory, _add_communication, _add_plan):
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"{parser.prog} {arguments.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, (ValueError, TypeError)) else 1
     except KeyboardInterrupt:
         return 130
 

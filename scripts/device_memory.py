@@ -19,12 +19,11 @@ import torch
 
 from laga_core.attention import MLAAttention
 from laga_core.device import describe, peak_memory_bytes, reset_peak_memory, resolve_device, synchronize
-from laga_core.experiments.memory import paper_config
+from laga_core.experiments.memory import ON_DEVICE, paper_config
 from laga_core.memory import simulate_memory
 from laga_core.memory.fake import fake_group
 from laga_core.results import Store, data_dir, run_cell
 
-EXPERIMENT = "device_memory"
 SECONDS = 240.0
 WITHIN = 0.02
 VARIANTS: tuple[tuple[str, dict[str, str]], ...] = (
@@ -59,7 +58,7 @@ def main() -> int:
                 if time.monotonic() > deadline:
                     print(cell, "left out: time is over")
                     continue
-                record = run_cell(store, EXPERIMENT, cell, compare, device=device)
+                record = run_cell(store, ON_DEVICE, cell, compare, device=device)
                 ratio = record.metrics.get("simulated_over_allocated")
                 print(cell, record.status, ratio, flush=True)
                 if ratio is not None and abs(ratio - 1) > WITHIN:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import FLAGS, Visit, find_browser, visit
@@ -19,6 +20,7 @@ from needs import unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 HTML = ROOT / "_build" / "html"
+torch.set_num_threads(1)  # the tests' products are small: threads would mostly wait for each other
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):

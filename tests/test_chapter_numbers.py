@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from laga_core import MLAConfig, communication, simulate_memory
-from laga_core.costs import substitutions
+from laga_core.costs import memory_cost, substitutions
 from laga_core.costs.choice import arithmetic
 from laga_core.experiments import convergence, family, memory, routing_noise, throughput
 from laga_core.experiments.checks.records import published
 from laga_core.forms import STRONG_EXPLICIT
+from laga_core.kernels import tiled
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
 PAPER = MLAConfig.preset("paper-v3")
@@ -90,6 +91,35 @@ def test_saved() -> None:
     states("memory", f"keeps about {saved['absorbed'] / saved['explicit']:.1f} times")
     layers = 61 * (saved["absorbed"] - saved["explicit"]) / 1e3
     assert 19.5 < layers < 22  # "some 20 GB on every rank"
+
+
+def test_rebuilding() -> None:
+    config, everything = MLAConfig.preset("deepseek-v3"), {"query": "latent", "recompute": True}
+    one, other = ({n: memory_cost(config, "laga", "fused", 16384, 8, layers=n, **options) for n in (1, 2, 3)}
+                  for options in ({}, everything))  # fmt: skip
+    states(
+        "memory",
+        f"from {one[1].peak_bytes / 1e6:.0f} MB to {other[1].peak_bytes / 1e6:.0f}",
+        f"keeps {other[1].saved_bytes / 1e6:.0f} MB instead of {one[1].saved_bytes / 1e6:.0f}",
+    )
+    assert [one[n].peak_bytes > other[n].peak_bytes for n in (1, 2, 3)] == [False, False, True]  # "the third layer"
+
+
+def test_workspace() -> None:
+    peaks = {
+        (form, kernel): simulate_memory(PAPER, form, kernel, 16384, 8).peak_bytes / 1e6
+        for form in ("explicit", "absorbed")
+        for kernel in ("fused", "tiled")
+    }
+    held = {form: peaks[form, "tiled"] - peaks[form, "fused"] for form in ("explicit", "absorbed")}
+    tiles = tiled._TILE_ACCELERATOR * (4 + 4 + 2) / 1e6  # two in float32, one in bf16
+    states(
+        "fused",
+        f"at 16 384 tokens is {peaks['absorbed', 'fused'] - peaks['explicit', 'fused']:.0f} MB",
+        f"holds {held['explicit']:.0f} MB for the explicit form on an accelerator: {tiles:.0f} for its tiles",
+        f"For absorbed it holds {held['absorbed']:.0f}",
+        f"grows to {peaks['absorbed', 'tiled'] - peaks['explicit', 'tiled']:.0f} MB",
+    )
 
 
 def test_quadratic_fits() -> None:

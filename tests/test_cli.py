@@ -37,11 +37,14 @@ def test_communication(capsys: pytest.CaptureFixture[str]) -> None:
         (["memory", "--model", "gpt", "--seq", "8", "--sp", "1"], "unknown preset"),
         (["memory", "--model", "toy", "--seq", "9", "--sp", "2"], "cannot be split evenly"),
         (["memory", *SIZES, "--option", "score=split"], "--option needs --form"),
+        (["memory", *SIZES, "--kernel", "npu"], "cannot be simulated"),
+        (["memory", *SIZES, "--form", "lago"], "unknown form"),
+        (["memory", "--model", "toy", "--seq", "1" + 30 * "0", "--sp", "1"], "more than can be simulated"),
         (["communication", *SIZES, "--form", "laga", "--option", "score"], "NAME=VALUE"),
         (["communication", *SIZES, "--form", "explicit", "--option", "colour=red"], "has no option"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1

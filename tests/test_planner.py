@@ -241,7 +241,7 @@ def test_the_command_takes_a_machine_and_a_config(capsys: pytest.CaptureFixture[
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *JOB, *arguments]) == 1
+    assert main(["plan", *JOB, *arguments]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
 

@@ -9,10 +9,12 @@ from typing import Any
 import ipywidgets as widgets
 
 from ..config import PRESETS, MLAConfig
-from ..costs import Machine, communication, cost
+from ..costs import Machine, communication, cost, longest_sequence
 from ..costs.choice import code
 from ..memory import simulate_memory
 from .communication import COUNTS, PER_NODE, VARIANTS
+from .memory import ROLE_COLOURS
+from .memory_explorer import KERNELS, OPTIONS, group
 from .planner import START, planned, preset
 from .tables import table
 from .theme import FORM_LABELS
@@ -20,39 +22,68 @@ from .theme import FORM_LABELS
 _LABEL = {"description_width": "11em"}
 
 
-def memory_rows(model: str, seq: int, sp: int, batch: int, kernel: str, score: str) -> list[dict[str, Any]]:
-    """Peak, saved and largest role of each form, simulated: what :func:`memory_explorer` shows."""
-    rows = []
-    for form in ("explicit", "absorbed", "laga"):
-        options: dict[str, Any] = {"score": score} if form == "absorbed" else {}
-        run = simulate_memory(MLAConfig.preset(model), form=form, kernel=kernel, seq=seq, sp=sp, batch=batch, **options)
-        largest = max(run.breakdown, key=run.breakdown.__getitem__)
+def memory_rows(
+    model: str, seq: int, sp: int, batch: int, layers: int, kernel: str, device: float = 80, **chosen: str
+) -> list[dict[str, Any]]:
+    """Each form with its ``chosen`` option: peak and saved bytes by role, simulated, and the longest sequence that fits
+    into ``device`` GB, derived."""
+    config, rows = MLAConfig.preset(model), []
+    for form, found in OPTIONS.items():
+        options = found[chosen[form]][1] if form in chosen else {}
+        size: dict[str, Any] = {"form": form, "kernel": kernel, "sp": sp, "batch": batch, "layers": layers, **options}
+        run = simulate_memory(config, seq=seq, **size)
         rows.append(
             {
                 "form": form,
                 "peak_mb": run.peak_bytes / 1e6,
                 "saved_mb": run.saved_bytes / 1e6,
-                "largest at the peak": f"{largest} ({run.breakdown[largest] / 1e6:,.0f} MB)",
+                "longest": longest_sequence(config, memory_bytes=device * 1e9, **size),
+                "breakdown": run.breakdown,
             }
         )
     return rows
 
 
 def memory_explorer() -> widgets.VBox:
-    """Controls for model, sequence, ranks, batch, kernel and score; a table of what the simulator says."""
-    controls = {
-        "model": widgets.Dropdown(options=sorted(PRESETS), value="deepseek-v3", description="model"),
-        "seq": _powers("sequence", 16384, 10, 20),
-        "sp": _powers("ranks", 8, 0, 6),
-        "batch": widgets.IntSlider(value=1, min=1, max=16, description="batch"),
-        "kernel": widgets.ToggleButtons(options=["eager", "fused"], description="kernel"),
-        "score": widgets.ToggleButtons(options=["joint", "split"], description="absorbed's score"),
-    }
+    """The book's explorer, live: the simulator itself, for any preset, on up to 64 ranks."""
+    controls = (
+        _sizes("deepseek-v3", most_ranks=6)
+        | {
+            "batch": widgets.IntSlider(value=1, min=1, max=16, description="batch"),
+            "layers": widgets.IntSlider(value=1, min=1, max=8, description="layers"),
+            "kernel": widgets.ToggleButtons(options=[(v, k) for k, v in KERNELS.items()], description="kernel"),
+            "device": widgets.IntSlider(value=80, min=16, max=192, step=8, description="device, GB"),
+        }
+        | {
+            form: widgets.Dropdown(options=[(words, name) for name, (words, _) in found.items()], description=form)
+            for form, found in OPTIONS.items()
+        }
+    )
+    return _explorer(controls, _memory)
 
-    def show(**values: Any) -> str:
-        return table(memory_rows(**values), peak_mb="{:,.0f}", saved_mb="{:,.0f}")._repr_html_()
 
-    return _explorer(controls, show)
+def _memory(device: float, **settings: Any) -> str:
+    """Stacked bars by role with the device's memory as a line, and the numbers."""
+    rows = memory_rows(device=device, **settings)
+    width = max(device * 1e3, *(row["peak_mb"] for row in rows))
+    bars, roles = "", dict[str, None]()
+    for row in rows:
+        pieces: dict[str, float] = {}
+        for role, size in row.pop("breakdown").items():
+            pieces[group(role)] = pieces.get(group(role), 0) + size / 1e6
+        roles |= dict.fromkeys(pieces)
+        spans = "".join(_span(role, f"{100 * mb / width:.2f}%", f"{role}: {mb:,.0f} MB") for role, mb in pieces.items())
+        bars += f'<div>{FORM_LABELS[row["form"]]}</div><div style="display: flex; height: 1.4em">{spans}</div>'
+    line = f"position: absolute; top: 0; bottom: 0; left: {1e5 * device / width:.2f}%; border-left: 2px dashed"
+    legend = " ".join(f"{_span(role, '0.9em', role)} {role}" for role in roles)
+    shown = table(rows, {"longest": f"longest in {device:g} GB"}, peak_mb="{:,.0f}", saved_mb="{:,.0f}")
+    return f'<div style="position: relative">{bars}<div style="{line}"></div></div><p>{legend}</p>{shown._repr_html_()}'
+
+
+def _span(role: str, width: str, title: str) -> str:
+    colour = ROLE_COLOURS[role]
+    style = f"display: inline-block; width: {width}; height: 0.9em; min-height: 100%; background: {colour}"
+    return f'<span style="{style}" title="{html.escape(title)}"></span>'
 
 
 def communication_rows(model: str, seq: int, sp: int, batch: int, context: int) -> list[dict[str, Any]]:
@@ -71,10 +102,7 @@ def communication_rows(model: str, seq: int, sp: int, batch: int, context: int) 
 
 def communication_explorer() -> widgets.VBox:
     """Controls for model, sequence, ranks, batch and groups; a table of what :func:`laga_core.communication` says."""
-    controls = {
-        "model": widgets.Dropdown(options=sorted(PRESETS), value="deepseek-v3", description="model"),
-        "seq": _powers("sequence", 16384, 10, 20),
-        "sp": _powers("ranks", 8, 0, 7),
+    controls = _sizes("deepseek-v3") | {
         "batch": widgets.IntSlider(value=1, min=1, max=16, description="batch"),
         "context": _powers("context R", 1, 0, 4),
     }
@@ -97,10 +125,7 @@ def throughput_rows(model: str, seq: int, sp: int, link: float, latency: float, 
 
 def throughput_explorer() -> widgets.VBox:
     """Controls for model, sequence, ranks, link and device; a table of the cost model's times."""
-    controls = {
-        "model": widgets.Dropdown(options=sorted(PRESETS), value="paper-v3", description="model"),
-        "seq": _powers("sequence", 16384, 10, 20),
-        "sp": _powers("ranks", 8, 0, 7),
+    controls = _sizes("paper-v3") | {
         "link": widgets.BoundedFloatText(value=10, min=1e-3, max=1e4, description="link, GB/s"),
         "latency": widgets.BoundedFloatText(value=30, min=1e-3, max=1e6, description="latency, µs"),
         "rate": widgets.BoundedFloatText(value=150, min=1e-3, max=1e5, description="device, TFLOP/s"),
@@ -119,7 +144,7 @@ def planner() -> widgets.VBox:
         return widgets.BoundedFloatText(value=START[key], min=1e-3, max=1e5, description=description)
 
     controls = {
-        "model": widgets.Dropdown(options=sorted(PRESETS), value="deepseek-v3", description="model"),
+        "model": _models("deepseek-v3"),
         "seq": count("seq", "tokens"),
         "batch": count("batch", "batch"),
         "layers": count("layers", "layers on a rank"),
@@ -156,6 +181,19 @@ def _plan(model: str, **settings: Any) -> str:
     written = code(found.form, found.options, preset(model))
     told = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for tag, text in (("p", found.reason), ("pre", written)))
     return told + table(rows, **formats)._repr_html_()
+
+
+def _models(value: str) -> widgets.Dropdown:
+    return widgets.Dropdown(options=sorted(PRESETS), value=value, description="model")
+
+
+def _sizes(model: str, most_ranks: int = 7) -> dict[str, widgets.Widget]:
+    """What explorers start with: a model, the tokens of a sequence, and up to 2 to the power ``most_ranks`` ranks."""
+    return {
+        "model": _models(model),
+        "seq": _powers("sequence", 16384, 10, 20),
+        "sp": _powers("ranks", 8, 0, most_ranks),
+    }
 
 
 def _powers(description: str, value: int, least: int, most: int) -> widgets.SelectionSlider:

@@ -35,6 +35,7 @@ ROLE_COLOURS = {
     "gradient of weights": "#997700",
     "gradients of activations": "#CC99BB",
     "causal mask": "#555522",
+    "kernel workspace": "#882255",
     "other": "#44AA99",
 }
 """One colour for each role, here and in the explorer; related roles are close to each other."""
@@ -66,7 +67,7 @@ def timeline(seq: int = 16384, sp: int = 8) -> alt.FacetChart:
     rule = moment.transform_filter(cursor).mark_rule(color=INK, opacity=0.8)
     label = (
         moment.transform_filter(cursor)
-        .transform_calculate(text="format(datum.total / 1000, '.1f') + ' GB after ' + datum.operator")
+        .transform_calculate(text=f"format(datum.total / 1000, '.1f') + ' GB after ' + {_CHANGE}")
         .mark_text(align="left", baseline="top", color=INK, fontSize=12)
         .encode(x=alt.value(6), y=alt.value(4), text="text:N")
     )
@@ -215,6 +216,13 @@ def saved(seq: int = 16384, sp: int = 8) -> alt.LayerChart | alt.FacetChart:
         chart,
         "Saved activations of one layer by role, for explicit, absorbed and Laga, and the least that has to be kept.",
     )
+
+
+# "_softmax: probabilities +8.59 GB"
+_CHANGE = (
+    "datum.operator + ': ' + datum.changed + ' ' + (abs(datum.change_mb) < 100 ? "
+    "format(datum.change_mb, '+.1f') + ' MB' : format(datum.change_mb / 1000, '+.2f') + ' GB')"
+)
 
 
 def role_colour(rows: Iterable[Mapping[str, Any]]) -> alt.Color:

@@ -12,10 +12,10 @@ import numpy as np
 
 from ..config import MLAConfig
 from ..memory import MemorySimulation, simulate_memory
-from ..results import Store, run_cell
+from ..results import Store, data_dir, run_cell
 from .paper import read_table
 
-EXPERIMENT = "memory"
+EXPERIMENT, ON_DEVICE = "memory", "device_memory"
 FORMS = ("explicit", "absorbed", "laga")
 FUSED = "fused"
 """What stands for the paper's fused kernel: what such a kernel has to keep, and no workspace."""
@@ -77,6 +77,34 @@ def heads_sweep(store: Store) -> list[dict[str, Any]]:
     return rows
 
 
+def across_hardware(store: Store, sp: int = 8) -> list[dict[str, Any]]:
+    """Table 6: absorbed above explicit in MB on two kinds of hardware, reported, beside the one simulation of both."""
+    rows = []
+    for row in read_table("table6"):
+        size = {"seq": int(row["seq"]), "sp": sp}
+        reported = float(row["absorbed_minus_explicit_mb"])
+        explicit = peak_mb(store, form="explicit", kernel="eager", **size)
+        split, joint = (peak_mb(store, form="absorbed", kernel="eager", score=s, **size) for s in ("split", "joint"))
+        values = {"reported_mb": reported, "split_mb": split - explicit, "joint_mb": joint - explicit}
+        rows.append({"hardware": row["hardware"], **size, **values, "one_matrix_mb": score_matrix_mb(**size),
+                     "ratio": values["split_mb"] / reported})  # fmt: skip
+    return rows
+
+
+def measured() -> list[dict[str, Any]]:
+    """Peaks that ``scripts/device_memory.py`` has found on devices, beside the simulation; an empty row without any."""
+    folders = sorted(path for path in (data_dir() / "published").glob("*") if path.is_dir())
+    records = [record for path in folders for record in Store(path).load(ON_DEVICE, status="ok")]
+    if not records:
+        return [{"hardware": "none yet", "allocated_mb": None, "simulated_mb": None, "ratio": None}]
+    return [
+        {"hardware": record.provenance["hardware"], **{"score": None} | record.parameters}
+        | {f"{kind}_mb": record.metrics[f"{kind}_bytes"] / 1e6 for kind in ("allocated", "simulated")}
+        | {"ratio": record.metrics["simulated_over_allocated"]}
+        for record in records
+    ]
+
+
 def score_matrix_mb(seq: int, sp: int, heads: int = 128) -> float:
     """One matrix of scores on one rank: heads/sp x seq x seq in bf16."""
     return heads / sp * seq**2 * 2 / 1e6
@@ -102,20 +130,21 @@ def quadratic_fits(sp: int = 8) -> list[dict[str, Any]]:
 
 
 def decomposition(store: Store, sp: int = 8) -> list[dict[str, Any]]:
-    """Absorbed above explicit under the eager kernel, in MB, split into the two things it is made of.
+    """Absorbed above explicit, in MB: under the eager kernel split into the two things it is made of.
 
     ``score_mb`` goes away when the two score products are joined; ``latent_mb`` is what is left: tensors of the
-    latent's size for each head.
+    latent's size for each head. ``linear_mb`` is what they add under a kernel that holds no scores.
     """
     rows = []
     for row in read_table("table2", sp=sp):
         size = {"seq": int(row["seq"]), "sp": sp}
         explicit = peak_mb(store, form="explicit", kernel="eager", **size)
         split, joint = (peak_mb(store, form="absorbed", kernel="eager", score=s, **size) for s in ("split", "joint"))
+        linear = [peak_mb(store, form=form, kernel=FUSED, score=_score(form, FUSED), **size) for form in FORMS[:2]]
         reported = float(row["absorbed_mb"]) - float(row["explicit_mb"])
         values = {"reported_mb": reported, "simulated_mb": split - explicit}
-        parts = {"score_mb": split - joint, "latent_mb": joint - explicit, "one_matrix_mb": score_matrix_mb(**size)}
-        rows.append(size | values | parts)
+        parts = {"score_mb": split - joint, "one_matrix_mb": score_matrix_mb(**size), "latent_mb": joint - explicit}
+        rows.append(size | values | parts | {"linear_mb": linear[1] - linear[0]})
     return rows
 
 
@@ -124,8 +153,8 @@ def timeline(
 ) -> list[dict[str, Any]]:
     """Memory through forward and backward of the three forms: one row for each form, slot and role that is held.
 
-    A slot is a place on the axis that the forms share; each has the form's operator of the moment. The ``roles``
-    largest are told apart, the rest are "other".
+    A slot is a place on the axis that the forms share. Each has the form's ``operator`` of the moment, the role that it
+    ``changed``, and by how much. The ``roles`` largest are told apart, the rest are "other".
     """
     options: dict[str, dict[str, Any]] = {"absorbed": {} if score is None else {"score": score}}
     runs = {
@@ -140,8 +169,9 @@ def timeline(
         length = max(len(each) for each in states.values())
         for place in range(length):
             for form, each in states.items():
-                operator, role, held = each[place * len(each) // length]
-                common = {"form": form, "slot": slot + place, "phase": phase, "operator": f"{operator} ({role})"}
+                operator, role, change, held = each[place * len(each) // length]
+                common = {"form": form, "slot": slot + place, "phase": phase}
+                common |= {"operator": operator, "changed": role, "change_mb": round(change / 1e6, 1)}
                 rows += [common | {"role": name, "mb": mb} for name, mb in _grouped(held, kept).items()]
         slot += length
     return rows
@@ -158,14 +188,14 @@ def _fit(points: list[tuple[int, float]], sp: int) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
-def _states(run: MemorySimulation, phase: str) -> list[tuple[str, str, dict[str, int]]]:
-    """After each change of a phase worth seeing: operator, role that changed, and bytes held by role."""
+def _states(run: MemorySimulation, phase: str) -> list[tuple[str, str, int, dict[str, int]]]:
+    """After each change of a phase worth seeing: operator, role that changed, by how much, and bytes held by role."""
     held: dict[str, int] = {}
     states = []
     for event in run.timeline:
         held[event.role] = held.get(event.role, 0) + event.delta
         if event.phase == phase and abs(event.delta) > run.peak_bytes / 2000:
-            states.append((event.operator, event.role, dict(held)))
+            states.append((event.operator, event.role, event.delta, dict(held)))
     return states
 
 
