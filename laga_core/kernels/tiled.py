@@ -29,7 +29,7 @@ _LOG2E = math.log2(math.e)
 _TILE_CPU, _TILE_ACCELERATOR = 1 << 19, 1 << 26
 _ROWS, _KEYS = 512, 512
 _DIAGONAL = 256  # rows of a tile at the causal diagonal, where half of a tile is computed in vain
-_LINEAR = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
@@ -257,8 +257,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _use_linear(x: Tensor) -> bool:
-    """float32 on a CPU goes to MKL, which is slow on other vendors' machines; oneDNN, which PyTorch has too, is not."""
-    return _product_dtype(x) == torch.float32 and _on_cpu(x) and torch.backends.mkldnn.is_available() and _LINEAR
+    """float32 on a CPU goes to MKL, which leaves AVX-512 unused on other vendors' machines; oneDNN does not."""
+    return _product_dtype(x) == torch.float32 and _on_cpu(x) and _AVX512 and torch.backends.mkldnn.is_available()
 
 
 def _linear(a: Tensor, b: Tensor) -> Tensor:
