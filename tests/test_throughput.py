@@ -23,9 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_two_measurements_predict_the_ratio_at_every_speed():
-    """At two ranks, one to a core. Four ranks on two cores are not steady enough to be held to it."""
-    rows = [row for row in emulated.predicted(emulated.published()) if (row["sp"], row["form"]) == (2, "laga")]
-    assert len(rows) == len(emulated.RATES)
+    rows = emulated.predicted(emulated.published())
+    assert len(rows) == 2 * 2 * len(emulated.RATES)  # degrees, forms, speeds
     for row in rows:
         assert row["predicted"] == pytest.approx(row["emulated"], rel=0.15), row
 
@@ -49,7 +48,8 @@ def test_interface_counters_agree_with_the_closed_forms():
     rows = emulated.published()
     assert {row["form"] for row in rows} == set(emulated.FORMS)
     for row in rows:
-        assert row["sent_bytes"] == pytest.approx(row["gloo_bytes"], rel=0.01), row
+        again = 0 if row["mbit_s"] else 65536  # a segment that TCP sent a second time
+        assert 0 < row["sent_bytes"] - row["gloo_bytes"] < 0.01 * row["gloo_bytes"] + again, row
 
 
 def test_one_link_rate_explains_the_fused_single_node_cells():
@@ -129,32 +129,22 @@ def test_a_toy_run_of_the_throughput_script(tmp_path, monkeypatch):
 def test_the_chapter_on_emulated_links():
     """After new records: put into the chapter what this says is missing, and read the sentences around it again."""
     rows = {(row["sp"], row["form"], row["mbit_s"]): row for row in emulated.predicted(emulated.published())}
-
-    def off(sp: int, form: str) -> list[tuple[float, float]]:
-        """The model's error at each limited speed, largest first."""
-        errors = (
-            (100 * abs(r["predicted"] / r["emulated"] - 1), rate)
-            for (n, f, rate), r in rows.items()
-            if (n, f) == (sp, form) and rate
-        )
-        return sorted(errors, reverse=True)
-
+    off = {key: 100 * abs(row["predicted"] / row["emulated"] - 1) for key, row in rows.items()}
     laga, absorbed = (
         {rate: rows[2, form, rate]["emulated"] for rate in emulated.RATES} for form in ("laga", "absorbed")
     )
-    (four, rate), (others, _), *_ = off(4, "laga")
     wire = emulated.wire_bytes(emulated.config(), "laga", 512, 2)
     states(
         "throughput",
         f"wins by {laga[100]:.2f} at 100 Mbit/s and by {laga[500]:.2f} at 500",
-        f"at 2 Gbit/s it is even with explicit ({laga[2000]:.2f})",
-        f"within {math.ceil(off(2, 'laga')[0][0])} % at every speed",
-        f"beats explicit on the slowest link, by {absorbed[100]:.2f}",
-        f"nearly twice as long where nothing limits it ({absorbed[None]:.2f})",
-        f"Its predictions are off by up to {math.ceil(max(off(2, 'absorbed') + off(4, 'absorbed'))[0])} %",
-        f"off by {four:.0f} % at {rate:g} Mbit/s, and by at most {math.ceil(others)} % at the other speeds",
+        f"from 2 Gbit/s on ({laga[2000]:.2f}) a link is hardly felt",
+        f"within {math.ceil(max(off[2, 'laga', rate] for rate in emulated.RATES))} % at every speed",
+        f"on slow links, by {absorbed[100]:.2f} on the slowest",
+        f"where nothing limits them ({absorbed[None]:.2f})",
+        f"Laga wins by {rows[4, 'laga', 100]['emulated']:.2f} at 100 Mbit/s",
+        f"All of these predictions are within {math.ceil(max(off.values()))} %",
         f"send {100 * (emulated.gloo_bytes(wire) / sum(wire.values()) - 1):.0f} % more at two ranks",
-        f"Laga gains up to {laga[100]:.1f}, and nothing",
+        f"Laga gains up to {laga[100]:.1f}, and little",
     )
     calls = {form: sum(len(transfers(form, side)) for side in ("forward", "backward")) for form in emulated.FORMS}
     assert calls == {"explicit": 8, "absorbed": 6, "laga": 6}
