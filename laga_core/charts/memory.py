@@ -97,12 +97,12 @@ def decomposition(sp: int = 8) -> alt.Chart:
             {
                 "seq": label,
                 "bar": "simulated",
-                "part": "gone when the score products are joined",
+                "part": "gone when scores are joined",
                 "mb": row["score_mb"],
             },
             {"seq": label, "bar": "simulated", "part": "tensors of the latent's size", "mb": row["latent_mb"]},
         ]
-    colours = {"reported by the paper": "#888888", "gone when the score products are joined": "#DDAA33",
+    colours = {"reported by the paper": "#888888", "gone when scores are joined": "#DDAA33",
                "tensors of the latent's size": FORM_COLOURS["absorbed"]}  # fmt: skip
     chart = (
         alt.Chart(alt.InlineData(rows))
@@ -176,7 +176,7 @@ def sequence(rows: Sequence[Mapping[str, Any]], sp: int = 8) -> alt.LayerChart |
 def saved(seq: int = 16384, sp: int = 8) -> alt.LayerChart | alt.FacetChart:
     """What each form keeps between forward and backward under a memory-linear kernel, by role, and the floor."""
     controls = [choice("model", "Model ", ["paper-v3", "deepseek-v3"], ["as in the paper", "DeepSeek-V3"])]
-    labels = {**FORM_LABELS, "floor": "Floor of any exact method"}
+    labels = {**FORM_LABELS, "floor": "Floor"}
     rows = []
     for model in ("paper-v3", "deepseek-v3"):
         config = MLAConfig.preset(model)
@@ -197,7 +197,7 @@ def saved(seq: int = 16384, sp: int = 8) -> alt.LayerChart | alt.FacetChart:
         "form:N",
         sort=list(labels),
         title=None,
-        axis=alt.Axis(labelLimit=200, labelExpr=case("datum.value", {k: f"'{v}'" for k, v in labels.items()})),
+        axis=alt.Axis(labelExpr=case("datum.value", {k: f"'{v}'" for k, v in labels.items()})),
     )
     bars = base.mark_bar().encode(
         x=alt.X("mb:Q", title="MB kept for backward, one layer", stack="zero"),

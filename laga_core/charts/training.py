@@ -160,7 +160,8 @@ def divergence(records: Iterable[Record] | None = None) -> AnyChart:
             for step, (value, flipped) in enumerate(pairs)
         ]
         if record.metrics["first_flip"] is not None:
-            flips.append({**cell, "step": record.metrics["first_flip"]})
+            first = record.metrics["first_flip"]
+            flips.append({**cell, "step": first, "late": first > len(record.metrics["flipped"]) / 2})
     seeds = sorted({row["seed"] for row in rows})
     lines = (
         alt.Chart(alt.InlineData(rows))
@@ -176,10 +177,10 @@ def divergence(records: Iterable[Record] | None = None) -> AnyChart:
     )
     at_flip = alt.Chart(alt.InlineData(flips)).transform_filter("datum.seed == seed")
     rule = at_flip.mark_rule(strokeDash=[5, 4], color=INK).encode(x="step:Q")
-    label = at_flip.mark_text(align="left", dx=5, fontSize=12, color=INK, text="first token routed elsewhere").encode(
-        x="step:Q", y=alt.value(285)
-    )
-    chart = alt.layer(lines, rule, label).properties(width=520, height=300)
+    words = at_flip.encode(x="step:Q", y=alt.value(285), text=alt.value("first token routed elsewhere"))
+    early = words.transform_filter("!datum.late").mark_text(align="left", dx=5, fontSize=12, color=INK)
+    late = words.transform_filter("datum.late").mark_text(align="right", dx=-5, fontSize=12, color=INK)
+    chart = alt.layer(lines, rule, early, late).properties(width=520, height=300)
     if len(seeds) > 1:
         chart = chart.add_params(choice("seed", "Seed ", seeds, menu=True))
     else:

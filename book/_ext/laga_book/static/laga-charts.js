@@ -2,11 +2,12 @@
 "use strict";
 
 (() => {
-  // In pixels: below this width charts side by side go one under the other; what axes and labels take beside the plot
-  // then; and the least width that a plot keeps.
+  // In pixels: below this width charts side by side go one under the other, and legends too; what axes and labels take
+  // beside the plot then; how far the label at an axis' end hangs over it; and the least width that a plot keeps.
   const PHONE = 500;
   const MARGIN = 90;
-  const LEAST = 220;
+  const OVERHANG = 12;
+  const LEAST = 150;
 
   const bound = (spec) => (spec.params || []).filter((param) => param.bind && param.bind.input);
 
@@ -63,12 +64,19 @@
   function fit(chart, spec, room) {
     let excess = Number(chart.dataset.width) - room;
     if (excess <= 0) return;
-    if (room < PHONE) oneColumnLegends(spec);
+    if (room < PHONE) {
+      oneColumnLegends(spec);
+      spec.config.legend = { ...spec.config.legend, layout: { top: { anchor: "start", direction: "vertical", margin: 4 } } };
+    }
     if (spec.hconcat && room < PHONE) {
       spec.vconcat = spec.hconcat;
       delete spec.hconcat;
       excess = Math.max(...spec.vconcat.map((part) => (part.width || 0) + MARGIN)) - room;
     }
+    shrink(spec, excess + OVERHANG);
+  }
+
+  function shrink(spec, excess) {
     for (const part of spec.vconcat || [spec.spec || spec]) {
       if (typeof part.width === "number") part.width = Math.min(part.width, Math.max(LEAST, part.width - excess));
     }
@@ -177,14 +185,22 @@
     restore(chart, params);
     fit(chart, spec, plot.clientWidth);
     const staged = element("div"); // the inputs gather here, so that they take their places at once
-    const result = await vegaEmbed(plot, spec, {
+    const options = {
       mode: "vega-lite",
       renderer: "svg",
       actions: false,
       defaultStyle: false,
       bind: staged,
       tooltip: { theme: "laga" },
-    });
+    };
+    let result = await vegaEmbed(plot, spec, options);
+    const cut = plot.scrollWidth - plot.clientWidth; // long labels can take more than is known before they are drawn
+    if (cut > 1) {
+      result.finalize();
+      staged.replaceChildren();
+      shrink(spec, cut);
+      result = await vegaEmbed(plot, spec, options);
+    }
     // Radio buttons of one name exclude each other in the whole page: each chart's get a name of their own.
     for (const radio of staged.querySelectorAll("input[type=radio]")) radio.name = `${chart.id}.${radio.name}`;
     const places = [...controls.children];
