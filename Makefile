@@ -22,7 +22,7 @@ serve: book
 	@$(PY) -m http.server 8000 --bind 127.0.0.1 --directory _build/html
 
 test: book $(TEST_READY) browser
-	@$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile
+	@$(PY) -m pytest -n 3 --dist loadfile
 
 lint: $(TEST_READY)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/codespell && .venv/bin/mypy

@@ -176,11 +176,13 @@ def divergence(records: Iterable[Record] | None = None) -> AnyChart:
         )
     )
     at_flip = alt.Chart(alt.InlineData(flips)).transform_filter("datum.seed == seed")
-    rule = at_flip.mark_rule(strokeDash=[5, 4], color=INK).encode(x="step:Q")
-    words = at_flip.encode(x="step:Q", y=alt.value(285), text=alt.value("first token routed elsewhere"))
-    early = words.transform_filter("!datum.late").mark_text(align="left", dx=5, fontSize=12, color=INK)
-    late = words.transform_filter("datum.late").mark_text(align="right", dx=-5, fontSize=12, color=INK)
-    chart = alt.layer(lines, rule, early, late).properties(width=520, height=300)
+    x = alt.X("step:Q", title="step")
+    rule = at_flip.mark_rule(strokeDash=[5, 4], color=INK).encode(x=x)
+    words = "'first token routed elsewhere'"
+    at_flip = at_flip.transform_calculate(right=f"datum.late ? '' : {words}", left=f"datum.late ? {words} : ''")
+    right = at_flip.mark_text(align="left", dx=5, fontSize=12, color=INK).encode(x=x, y=alt.value(285), text="right:N")
+    left = at_flip.mark_text(align="right", dx=-5, fontSize=12, color=INK).encode(x=x, y=alt.value(285), text="left:N")
+    chart = alt.layer(lines, rule, right, left).properties(width=520, height=300)
     if len(seeds) > 1:
         chart = chart.add_params(choice("seed", "Seed ", seeds, menu=True))
     else:
