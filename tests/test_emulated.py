@@ -7,7 +7,6 @@ from laga_core.results import Store
 
 
 @pytest.mark.usefixtures("namespaces")
-@pytest.mark.timeout(180)
 def test_a_small_cluster_counts_what_the_forms_send_and_is_not_run_twice(tmp_path):
     sizes = {"heads": 4, "hidden": 128, "seq": 256, "repeats": 1}
     rates, burst = (10, None), 80_000  # bytes that a link lets through at once
@@ -24,7 +23,6 @@ def test_a_small_cluster_counts_what_the_forms_send_and_is_not_run_twice(tmp_pat
     assert emulated.sweep(Store(tmp_path), (2,), rates, **sizes) == rows
 
 
-@pytest.mark.timeout(180)
 def test_a_cell_out_of_memory_does_not_end_the_sweep(tmp_path, monkeypatch):
     real = throughput.launch
 

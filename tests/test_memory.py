@@ -81,6 +81,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
     dtype: torch.dtype = torch.float32
     tokens: int = 512
+    layers: int = 1
 
 
 def cases(sp: int) -> list[Case]:
@@ -96,7 +97,7 @@ def cases(sp: int) -> list[Case]:
         ("eager", "absorbed", {}, 1024),
         ("tiled", "laga", {"recompute": True}, 2048),
     ):
-        found.append(Case(FULL, form, kernel, options, torch.bfloat16, tokens))
+        found.append(Case(FULL, form, kernel, options, torch.bfloat16, tokens, layers=2))
 
     def fits(case: Case) -> bool:
         try:
@@ -111,7 +112,8 @@ def allocated(group: Any, case: Case) -> int:
     """Most bytes the CPU allocator had given out in the second step, from the profiler's memory events."""
     sp = 1 if group is None else dist.get_world_size(group)
     layers = [
-        MLAAttention(case.config, case.form, case.kernel, group, dtype=case.dtype, **case.options) for _ in range(2)
+        MLAAttention(case.config, case.form, case.kernel, group, dtype=case.dtype, **case.options)
+        for _ in range(case.layers)
     ]
     stack = torch.nn.Sequential(*layers)
     hidden = torch.randn(1, case.tokens // sp, case.config.hidden_size).to(case.dtype).requires_grad_()
@@ -152,7 +154,7 @@ def test_what_the_allocator_gave_out(sp: int) -> None:
     measured = launch(all_allocated, nproc=sp, device="cpu", timeout=240, threads_per_rank=1)[0]
     for case, real in zip(cases(sp), measured, strict=True):
         kinds = {"form": case.form, "kernel": case.kernel, "dtype": case.dtype, **case.options}
-        run = simulate_memory(case.config, seq=case.tokens, sp=sp, layers=2, device="cpu", **kinds)
+        run = simulate_memory(case.config, seq=case.tokens, sp=sp, layers=case.layers, device="cpu", **kinds)
         assert run.peak_bytes == pytest.approx(real, rel=0.01), case
 
 
@@ -162,7 +164,7 @@ def test_what_the_allocator_gave_out(sp: int) -> None:
 @pytest.mark.parametrize(("form", "options"), VARIANTS, ids=str)
 @pytest.mark.parametrize("kernel", ["eager", "tiled", "fused"])
 def test_every_byte_has_a_role(form: str, options: dict[str, Any], kernel: str) -> None:
-    run = simulate_memory(MLAConfig.preset("deepseek-v3"), form, kernel, 8192, 8, layers=2, **options)
+    run = simulate_memory(MLAConfig.preset("deepseek-v3"), form, kernel, 8192, 8, **options)
     assert sum(run.breakdown.values()) == run.peak_bytes == max(event.bytes for event in run.timeline)
     assert sum(run.saved_breakdown.values()) == run.saved_bytes
     held = 0

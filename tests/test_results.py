@@ -376,7 +376,6 @@ def test_a_node_lost_in_mid_sweep(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_two_papermill_runs_at_once_into_one_store(store: Store, tmp_path: Path) -> None:
     sources = (
         "store = ''",
