@@ -13,7 +13,6 @@ from ranks import on_ranks
 
 from laga_core import MLAConfig
 
-
 TOY = MLAConfig.preset("toy")
 NAMES = [f"{form}-{next(iter(options.values()), 'only')}" for form, options in VARIANTS]
 

@@ -18,7 +18,6 @@ from ranks import on_ranks
 from laga_core import MLAConfig, communication
 from laga_core.parallel import gather_sequence, heads_to_sequence, record_bytes, sequence_to_heads
 
-
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.1}  # relative to the largest element
 
 
