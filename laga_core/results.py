@@ -278,6 +278,12 @@ def data_dir() -> Path:
     )
 
 
+def published(experiment: str, **parameters: Any) -> list[Record]:
+    """The completed records of an experiment under ``data/published``, of every hardware that has some."""
+    folders = sorted(path for path in (data_dir() / "published").glob("*") if path.is_dir())
+    return [record for folder in folders for record in Store(folder).load(experiment, status="ok", **parameters)]
+
+
 def _read(path: Path) -> Record:
     try:
         record = Record.from_json(path.read_text(encoding="utf-8"))

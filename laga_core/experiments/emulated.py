@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import results
 from ..attention import MLAAttention
 from ..config import MLAConfig
 from ..costs import communication
@@ -68,8 +69,7 @@ def sweep(
 
 def published() -> list[dict[str, Any]]:
     """The rows of the committed records, of every machine that has some."""
-    folders = sorted((data_dir() / "published").iterdir())
-    rows = [row for f in folders for record in Store(f).load(EXPERIMENT) for row in record.metrics["rows"]]
+    rows = [row for record in results.published(EXPERIMENT) for row in record.metrics["rows"]]
     return sorted(rows, key=lambda row: row["sp"])  # stable: the rates stay in their order
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import results
 from ..attention import MLAAttention
 from ..config import MLAConfig
 from ..costs import Machine, communication, cost
@@ -23,7 +24,7 @@ from ..forms import STRONG_EXPLICIT
 from ..kernels import attention
 from ..kernels.products import linear
 from ..memory import simulate_memory
-from ..results import Record, Store, data_dir, run_cell
+from ..results import Record, Store, run_cell
 from ..rotary import softmax_scale
 from . import netns
 from .quiet import Quiet, timed
@@ -89,8 +90,7 @@ def run(store: Store, rerun: bool = False, patience: float = 0.0, **grid: Any) -
 
 def published(measure: str) -> list[Record]:
     """Committed records of one measurement, of any machine."""
-    folders = sorted(path for path in (data_dir() / "published").glob("*") if path.is_dir())
-    return [r for folder in folders for r in Store(folder).load(EXPERIMENT, status="ok", measure=measure)]
+    return results.published(EXPERIMENT, measure=measure)
 
 
 def _without_name(measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..config import MLAConfig
 from ..memory import MemorySimulation, simulate_memory
-from ..results import Store, data_dir, run_cell
+from ..results import Store, published, run_cell
 from .paper import read_table
 
 EXPERIMENT, ON_DEVICE = "memory", "device_memory"
@@ -83,8 +83,7 @@ def across_hardware(store: Store, sp: int = 8) -> list[dict[str, Any]]:
     for row in read_table("table6"):
         size = {"seq": int(row["seq"]), "sp": sp}
         reported = float(row["absorbed_minus_explicit_mb"])
-        explicit = peak_mb(store, form="explicit", kernel="eager", **size)
-        split, joint = (peak_mb(store, form="absorbed", kernel="eager", score=s, **size) for s in ("split", "joint"))
+        explicit, split, joint = _eager_peaks_mb(store, **size)
         values = {"reported_mb": reported, "split_mb": split - explicit, "joint_mb": joint - explicit}
         rows.append({"hardware": row["hardware"], **size, **values, "one_matrix_mb": score_matrix_mb(**size),
                      "ratio": values["split_mb"] / reported})  # fmt: skip
@@ -93,8 +92,7 @@ def across_hardware(store: Store, sp: int = 8) -> list[dict[str, Any]]:
 
 def measured() -> list[dict[str, Any]]:
     """Peaks that ``scripts/device_memory.py`` has found on devices, beside the simulation; an empty row without any."""
-    folders = sorted(path for path in (data_dir() / "published").glob("*") if path.is_dir())
-    records = [record for path in folders for record in Store(path).load(ON_DEVICE, status="ok")]
+    records = published(ON_DEVICE)
     if not records:
         return [{"hardware": "none yet", "allocated_mb": None, "simulated_mb": None, "ratio": None}]
     return [
@@ -138,8 +136,7 @@ def decomposition(store: Store, sp: int = 8) -> list[dict[str, Any]]:
     rows = []
     for row in read_table("table2", sp=sp):
         size = {"seq": int(row["seq"]), "sp": sp}
-        explicit = peak_mb(store, form="explicit", kernel="eager", **size)
-        split, joint = (peak_mb(store, form="absorbed", kernel="eager", score=s, **size) for s in ("split", "joint"))
+        explicit, split, joint = _eager_peaks_mb(store, **size)
         linear = [peak_mb(store, form=form, kernel=FUSED, score=_score(form, FUSED), **size) for form in FORMS[:2]]
         reported = float(row["absorbed_mb"]) - float(row["explicit_mb"])
         values = {"reported_mb": reported, "simulated_mb": split - explicit}
@@ -175,6 +172,12 @@ def timeline(
                 rows += [common | {"role": name, "mb": mb} for name, mb in _grouped(held, kept).items()]
         slot += length
     return rows
+
+
+def _eager_peaks_mb(store: Store, **size: int) -> tuple[float, float, float]:
+    """Peaks under the eager kernel: explicit's, and absorbed's with two score products and with one."""
+    split, joint = (peak_mb(store, form="absorbed", kernel="eager", score=s, **size) for s in ("split", "joint"))
+    return peak_mb(store, form="explicit", kernel="eager", **size), split, joint
 
 
 def _score(form: str, kernel: str) -> str | None:
