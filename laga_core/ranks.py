@@ -152,10 +152,16 @@ def agent_main() -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
+    class Agent(LocalElasticAgent):
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            processes = super()._start_workers(worker_group)
+            # Not before: a rank forked while a thread holds a lock, the resolver's say, waits for that lock for ever.
+            threading.Thread(target=_die_with_store, args=(config,), daemon=True).start()
+            return processes
+
     config = json.loads(sys.argv[1])
     tcp = client(config)
     store = dist.PrefixStore(config["job"], tcp)
-    threading.Thread(target=_die_with_store, args=(config,), daemon=True).start()
     sys.path += [entry for entry in json.loads(store.get("settings"))["path"] if entry not in sys.path]
     logging.disable()  # failures are reported by us
     spec = WorkerSpec(
@@ -168,7 +174,7 @@ def agent_main() -> None:
         monitor_interval=0.05,
         local_addr=config["host"],
     )
-    agent = LocalElasticAgent(
+    agent = Agent(
         spec,
         DefaultLogsSpecs(log_dir=config["scratch"]),
         start_method=config["start_method"],

@@ -131,6 +131,17 @@ def test_ranks_may_be_spawned_as_on_an_accelerator(traces: Traces, monkeypatch: 
     assert [(value["rank"], value["sum"][0].item()) for value in values] == [(0, 3.0), (1, 3.0)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts a process's threads in /proc")
+def test_ranks_are_forked_by_a_single_thread(traces: Traces, tmp_path: Path) -> None:
+    """A rank forked while another thread of the agent holds a lock would wait for it until the launch's time is up."""
+    noted = tmp_path / "noted"
+    note = f"open({str(noted)!r}, 'a').write(f\"{{len(os.listdir('/proc/self/task'))}}\\n\")"
+    (tmp_path / "sitecustomize.py").write_text(f"import os\nos.register_at_fork(before=lambda: {note})\n")
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    launch(dist.get_rank, nproc=3, env=traces.env | {"PYTHONPATH": path}, **REAL)
+    assert noted.read_text().split() == ["1"] * 3
+
+
 # --- how it fails
 
 

@@ -203,7 +203,7 @@ def write_often(root: str, writer: int, times: int) -> None:
 
 
 def test_several_writers_and_a_reader(store: Store) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=write_often, args=(str(store.root), number, 20)) for number in (1, 2, 3)]
     for writer in writers:
         writer.start()
