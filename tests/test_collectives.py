@@ -157,8 +157,25 @@ def test_all_reduce_gradients_gives_every_rank_the_full_gradient() -> None:
         assert torch.equal(grads["both"], torch.full((3,), 10.0, dtype=torch.float64))  # 1 + 2 + 3 + 4
         assert torch.equal(grads["wide"], 10 * torch.arange(12, dtype=torch.float64).view(4, 3).t())
         assert grads["never"] is None and grads["frozen"] is None
-        pieces = sum(2 * (sp - 1) * -(-8 * elements // sp) for elements in (5, 3, 12))
-        assert (result["sent"], result["forward"]) == ({"all_reduce": pieces}, 0)
+        together = 2 * (sp - 1) * 8 * (5 + 3 + 12) // sp
+        assert (result["sent"], result["forward"]) == ({"all_reduce": together}, 0)
+
+
+def in_buckets(group) -> list:
+    """Two dtypes, one of them with more than a bucket holds."""
+    sizes = [(torch.float32, 7), (torch.float32, 5), (torch.float64, 3), (torch.float64, 4 << 20), (torch.float64, 2)]
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for dtype, n in sizes]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number + 10 * group.rank())
+    with record_bytes() as ledger:
+        all_reduce_gradients(nn.ParameterList(parameters), group)
+    return [[parameter.grad.unique().tolist() for parameter in parameters], [e.paper_bytes for e in ledger.entries]]
+
+
+def test_gradients_travel_in_buckets_of_one_dtype() -> None:
+    for values, sent in on_ranks(in_buckets, sp=2):
+        assert values == [[2.0 * number + 10] for number in range(5)]
+        assert sent == [4 * (7 + 5), 8 * 3, 8 * (4 << 20), 8 * 2]
 
 
 def different_modules(group) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +21,7 @@ def all_reduce_gradients(module: nn.Module, group: ProcessGroup | None) -> None:
     Each rank's backward leaves a partial gradient: of its tokens (all forms), and of its heads only for ``kv_b_proj``
     under the absorbed form and Laga. Their sum is the full gradient whatever the form, so afterwards every rank holds
     the same. A parameter without a gradient on this rank counts as zero; without one on any rank it stays ``None``.
+    Small gradients travel together, in buckets of at most 25 MiB.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` on every rank where their parameters differ.
     """
@@ -33,20 +37,38 @@ def all_reduce_gradients(module: nn.Module, group: ProcessGroup | None) -> None:
     agree({"parameters": len(parameters), "elements": sum(p.numel() for p in parameters)}, None, group, device)
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    gradients = []
     for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
         if anywhere:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            _all_reduce(parameter.grad, group)
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        _all_reduce(bucket, group)
 
 
-def _all_reduce(grad: torch.Tensor, group: ProcessGroup) -> None:
+_BUCKET = 25 << 20  # bytes sent at once: small gradients wait for each other, a large one is not copied
+
+
+def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype and device that together fill at most a bucket."""
+    for _, alike in groupby(gradients, key=lambda grad: (grad.dtype, grad.device)):
+        bucket: list[torch.Tensor] = []
+        for grad in alike:
+            if bucket and sum(each.nbytes for each in bucket) + grad.nbytes > _BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(grad)
+        yield bucket
+
+
+def _all_reduce(gradients: list[torch.Tensor], group: ProcessGroup) -> None:
+    alone = len(gradients) == 1 and gradients[0].is_contiguous()
+    flat = gradients[0] if alone else torch.cat([grad.reshape(-1) for grad in gradients])
     sp = degree(group)
     # A ring reduces and then gathers: each rank sends sp - 1 pieces of 1/sp, twice.
-    note("all_reduce", "backward", wire_bytes=2 * (sp - 1) * -(-grad.nbytes // sp), paper_bytes=grad.nbytes)
-    if grad.is_contiguous():
-        dist.all_reduce(grad, group=group)
-    else:
-        dense = grad.contiguous()
-        dist.all_reduce(dense, group=group)
-        grad.copy_(dense)
+    note("all_reduce", "backward", wire_bytes=2 * (sp - 1) * -(-flat.nbytes // sp), paper_bytes=flat.nbytes)
+    dist.all_reduce(flat, group=group)
+    if not alone:
+        for grad, reduced in zip(gradients, flat.split([grad.numel() for grad in gradients]), strict=True):
+            grad.copy_(reduced.view_as(grad))
