@@ -74,6 +74,7 @@ def launch(
     interface: str | None = None,
     env: Mapping[str, str] | None = None,
     threads_per_rank: int | None = None,
+    preload: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on every rank and return the ranks' values in rank order, tensors moved to the CPU.
@@ -94,6 +95,8 @@ def launch(
     several nodes ``LAGA_INTERFACE``.
     ``env``: further environment variables for the ranks, such as ``NCCL_IB_HCA`` or ``HCCL_IF_BASE_PORT``.
     ``threads_per_rank``: CPU threads; by default ``OMP_NUM_THREADS`` or an even share of the cores.
+    ``preload``: modules to import once a node instead of once a rank, where ranks run on the CPU; they must start no
+    threads. By default ``fn``'s own if it is of this package.
 
     Raises ``ValueError`` or ``TypeError`` for bad arguments, ``LaunchError`` with its number and traceback once a rank
     fails, ``LaunchTimeout`` past a time limit. However it ends, it leaves no process behind.
@@ -118,6 +121,7 @@ def launch(
         "threads": threads_per_rank,
         "env": {str(name): str(value) for name, value in (env or {}).items()},
         "path": sys.path,
+        "preload": _own_module(fn) if preload is None else list(preload),
     }
     call = pickle_call(fn, args, kwargs)
     job = uuid.uuid4().hex
@@ -177,6 +181,11 @@ def _check_sizes(
         if not seconds > 0:
             raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
     return nproc
+
+
+def _own_module(fn: Callable[..., Any]) -> list[str]:
+    module = getattr(fn, "__module__", None) or ""
+    return [module] if module.startswith(f"{__package__}.") else []
 
 
 def _parse_endpoint(endpoint: str, listening: bool = False) -> tuple[str, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import io
 import json
 import logging
@@ -53,7 +54,8 @@ def running_agent(
         "nproc": nproc,
         "scratch": scratch,
     }
-    del config["path"]  # read from the store; it may be long
+    for name in ("path", "preload"):
+        del config[name]  # read from the store; they may be long
     command = [sys.executable, "-c", "from laga_core.ranks import agent_main; agent_main()", json.dumps(config)]
     process = None
     try:
@@ -162,7 +164,11 @@ def agent_main() -> None:
     config = json.loads(sys.argv[1])
     tcp = client(config)
     store = dist.PrefixStore(config["job"], tcp)
-    sys.path += [entry for entry in json.loads(store.get("settings"))["path"] if entry not in sys.path]
+    settings = json.loads(store.get("settings"))
+    sys.path += [entry for entry in settings["path"] if entry not in sys.path]
+    for module in settings["preload"] if config["start_method"] == "fork" else ():
+        with contextlib.suppress(Exception):  # the rank that needs it will say so
+            importlib.import_module(module)
     logging.disable()  # failures are reported by us
     spec = WorkerSpec(
         role="rank",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from cases import Case, expected, worst_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import on_ranks, raised
+from ranks import COMPILER, on_ranks, raised
 from torch import Tensor
 
 from laga_core import (
@@ -148,7 +148,7 @@ def drawn(sp: int) -> list[Member]:
 def by_rank(sp: int) -> list[dict[str, Any]]:
     """All that this module wants of sp ranks, in one launch: most of the time it takes is to start them."""
     members = drawn(sp)
-    return [on_rank(None, members)] if sp == 1 else on_ranks(on_rank, members, sp=sp, timeout=110)
+    return [on_rank(None, members)] if sp == 1 else on_ranks(on_rank, members, sp=sp, timeout=110, preload=[COMPILER])
 
 
 def on_rank(group: Any, members: list[Member]) -> dict[str, Any]:

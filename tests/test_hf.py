@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import on_ranks, raised
+from ranks import COMPILER, on_ranks, raised
 
 from laga_core import all_reduce_gradients
 from laga_core.training import shard
@@ -162,7 +162,7 @@ def untouched() -> dict[tuple[str, torch.dtype, bool], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("sp", [1, 2, 4])
 def test_loss_logits_and_every_gradient_are_those_of_the_untouched_model(sp: int, untouched) -> None:
-    ranks = [swapped(None, CASES)] if sp == 1 else on_ranks(swapped, CASES, sp=sp, timeout=110)
+    ranks = [swapped(None, CASES)] if sp == 1 else on_ranks(swapped, CASES, sp=sp, timeout=110, preload=[COMPILER])
     for number, (name, form, dtype, options) in enumerate(CASES):
         want = untouched[name, dtype, not options]
         got = {**ranks[0][number], "logits": torch.cat([rank[number]["logits"] for rank in ranks], dim=1)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from drawing import drawn
-from ranks import on_ranks, raised
+from ranks import COMPILER, on_ranks, raised
 
 from laga_core import MLAConfig
 from laga_core.charts import training as charts
@@ -76,7 +76,7 @@ def with_other_ranks(group, folder: str, ep: int) -> list[float]:
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit_on_ranks_with_experts(tmp_path: Path) -> None:
-    ranks = on_ranks(on_all_degrees, str(tmp_path), sp=4)
+    ranks = on_ranks(on_all_degrees, str(tmp_path), sp=4, preload=[COMPILER])
     for rank in ranks:
         for without, losses, same_weights in rank:
             assert losses == without
@@ -84,7 +84,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit_on_ranks_with_experts(tmp_path: P
     # The checkpoint of ep 4 on four ranks, read by two ranks at ep 2 and by one: rounding apart, the same run.
     want = torch.tensor(ranks[0][2][0][4:])
     for losses in (
-        *on_ranks(with_other_ranks, str(tmp_path / "4"), 2, sp=2),
+        *on_ranks(with_other_ranks, str(tmp_path / "4"), 2, sp=2, preload=[COMPILER]),
         with_other_ranks(None, f"{tmp_path}/4", 1),
     ):
         assert torch.allclose(torch.tensor(losses), want, rtol=1e-5)

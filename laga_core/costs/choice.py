@@ -312,7 +312,7 @@ def _compiled(
     form: str, causal: bool, kernel: str, options: tuple[tuple[str, Any], ...], symbols: tuple[sympy.Symbol, ...]
 ) -> Callable[..., list[float]]:
     parts = cost_parts(form, causal, Q_LORA in symbols, kernel, **dict(options))
-    return sympy.lambdify(symbols, list(parts.values()), "math")
+    return sympy.lambdify(symbols, list(parts.values()), "math", docstring_limit=0)
 
 
 @cache

@@ -33,6 +33,8 @@ from .symbols import (
     SP,
     VALUE,
     check_sizes,
+    larger,
+    smaller,
     substitutions,
 )
 
@@ -67,11 +69,11 @@ class Transfer:
         if self.ranks == SP:
             return factor
         # A part of the ranks may be a single one, which sends nothing.
-        return factor.subs(SP, self.ranks) if factor.has(SP) else factor * sympy.Min(1, self.ranks - 1)
+        return factor.subs(SP, self.ranks) if factor.has(SP) else factor * smaller(1, self.ranks - 1)
 
     def bytes_between_nodes(self) -> sympy.Expr:
         """Those of the wire bytes that leave the node, where ``ranks_per_node`` neighbours share one."""
-        on_node = sympy.Min(self.ranks, sympy.Max(1, NODE / self.stride))
+        on_node = smaller(self.ranks, larger(1, NODE / self.stride))
         return (self.ranks - on_node) / (self.ranks if self.collective == "all_to_all" else 1) * self._shard
 
     @property

@@ -95,3 +95,13 @@ class _VegaPrinter(JavascriptCodePrinter):
 
     def _print_Symbol(self, symbol: sympy.Symbol) -> str:
         return self.names.get(symbol.name, symbol.name)
+
+
+def larger(*expressions: sympy.Expr | int) -> sympy.Max:
+    """The largest of them, without SymPy's search for which that is: it would take most of the time of a choice."""
+    return sympy.Max(*expressions, evaluate=False)
+
+
+def smaller(*expressions: sympy.Expr | int) -> sympy.Min:
+    """The smallest of them, as :func:`larger`."""
+    return sympy.Min(*expressions, evaluate=False)

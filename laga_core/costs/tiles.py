@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 
 from ..kernels import tiled
-from .symbols import BATCH, KV_LORA, SEQ, VALUE
+from .symbols import BATCH, KV_LORA, SEQ, VALUE, larger, smaller
 from .tensors import CAUSAL, HERE, LATENT, LSE, ONE, QK, SUM, ZERO, W, if_one
 
 _HALF = sympy.Piecewise((W, sympy.Lt(W, 4)), (0, True))  # bytes of a product in half precision, where there are any
@@ -35,20 +35,20 @@ def _workspace(
     ``groups`` matrices of keys for each sequence, each with the rows of ``sharing`` heads; ``widths`` of key and value;
     ``copies``: bytes of the operands of one matrix that have to be laid out anew.
     """
-    scores, keys = tiled._TILE_ACCELERATOR, sympy.Min(tiled._KEYS, SEQ)
-    matrices = _within(scores, keys * sympy.Min(tiled._ROWS, rows * sharing), BATCH * groups)
+    scores, keys = tiled._TILE_ACCELERATOR, smaller(tiled._KEYS, SEQ)
+    matrices = _within(scores, keys * smaller(tiled._ROWS, rows * sharing), BATCH * groups)
     positions = _within(scores, keys * matrices * sharing, rows)
-    part = sympy.Max(1, sympy.floor(matrices / groups)) * sympy.Min(matrices, groups)
-    size = part * positions * sharing * sympy.Max(keys, tiled._DIAGONAL / sharing)
+    part = larger(1, sympy.floor(matrices / groups)) * smaller(matrices, groups)
+    size = part * positions * sharing * larger(keys, tiled._DIAGONAL / sharing)
     scratch = size * (2 * SUM + _HALF) + tiled._DIAGONAL**2 * SUM
     # The query's sum for the next block of rows is begun before the last one is let go. And the longest product in half
     # precision has a block's rows, at the diagonal of a causal mask a block's keys.
     query, block = (part * length * sharing * widths[0] for length in (rows, positions))
     product = part * positions * widths[0] * (CAUSAL + (1 - CAUSAL) * sharing) * _HALF
-    query_sums = sympy.Max(sympy.Min(query, 2 * block) * SUM, block * SUM + product)
+    query_sums = larger(smaller(query, 2 * block) * SUM, block * SUM + product)
     return scratch + part * copies + part * SEQ * sum(widths) * SUM + query_sums
 
 
 def _within(total: int, each: sympy.Expr, most: sympy.Expr) -> sympy.Expr:
     """How many of ``each`` go into ``total``: at least one, at most ``most``."""
-    return sympy.Max(1, sympy.Min(most, sympy.floor(total / each)))
+    return larger(1, smaller(most, sympy.floor(total / each)))

@@ -17,9 +17,14 @@ from torch.autograd.function import once_differentiable
 _ASK = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
+def on_cpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a CPU; asked here alone, so that a simulation can answer for the device it stands for."""
+    return x.device.type == "cpu"
+
+
 def slow(x: Tensor) -> bool:
     """Whether products in the dtype of ``x`` are quicker in float32: half precision on a CPU without instructions."""
-    return x.device.type == "cpu" and x.dtype in _ASK and not has_instructions(x.dtype)
+    return on_cpu(x) and x.dtype in _ASK and not has_instructions(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ class _Plan:
         batch, s_q, heads, _ = q.shape
         _, s_k, groups, _ = k.shape
         sharing = heads // groups
-        tile = _TILE_CPU if _on_cpu(q) else _TILE_ACCELERATOR
+        tile = _TILE_CPU if products.on_cpu(q) else _TILE_ACCELERATOR
         keys = min(_KEYS, s_k)
         matrices = 1 if _use_linear(q) else max(1, min(batch * groups, tile // (keys * min(_ROWS, s_q * sharing))))
         positions = max(1, min(s_q, tile // (keys * matrices * sharing)))
@@ -258,7 +258,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _use_linear(x: Tensor) -> bool:
     """float32 on a CPU goes to MKL, which leaves AVX-512 unused on other vendors' machines; oneDNN does not."""
-    return _product_dtype(x) == torch.float32 and _on_cpu(x) and _AVX512 and torch.backends.mkldnn.is_available()
+    return _product_dtype(x) == torch.float32 and products.on_cpu(x) and _AVX512 and torch.backends.mkldnn.is_available()
 
 
 def _linear(a: Tensor, b: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def _linear(a: Tensor, b: Tensor) -> Tensor:
 def _rows(x: Tensor, rows: slice) -> Tensor:
     """Rows of every matrix. CPU products want them as a whole tensor lies in memory, or copy them each time."""
     x = x[:, rows]
-    if not _on_cpu(x):
+    if not products.on_cpu(x):
         return x
     return x.squeeze(0).unsqueeze(0) if len(x) == 1 else x.contiguous()
 
@@ -297,10 +297,6 @@ def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
 
 def _product_dtype(x: Tensor) -> torch.dtype:
     return _sum_dtype(x) if products.slow(x) else x.dtype
-
-
-def _on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu"
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

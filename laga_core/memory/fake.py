@@ -72,14 +72,16 @@ class _World(c10d._World):
 
 @contextmanager
 def stand_ins(device: str) -> Iterator[None]:
-    """The kernel ``"fused"``, short loops, and an accelerator's choices where fake tensors would make a CPU's."""
+    """The kernel ``"fused"``, short loops, and the choices that code makes by its device.
+
+    LayerNorm's statistics are float32 on both devices, as on an accelerator.
+    """
     with ExitStack() as stack:
         stack.enter_context(_lock)
         stack.enter_context(mock.patch.dict(KERNELS, fused=fused.attend))
         stack.enter_context(mock.patch.object(tiled, "_cut", _ends))
+        stack.enter_context(mock.patch.object(products, "on_cpu", lambda x: device == "cpu"))
         if device == "accelerator":
-            stack.enter_context(mock.patch.object(tiled, "_on_cpu", lambda x: False))
-            stack.enter_context(mock.patch.object(products, "slow", lambda x: False))
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_rms_norm))
         yield
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from .roles import COLLECTIVE, GRADIENT_OF, WORKSPACE, Place, locate
 
+_NOWHERE = torch.device("meta")  # tensors with sizes and storages, and no data
 _GRANULE = 512  # bytes; what PyTorch's caching allocators round a block up to
 
 aten = torch.ops.aten
@@ -57,8 +58,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _NOWHERE}
         self._operator = func.name().removeprefix("aten::").split(".")[0]
         place = locate()
         tensors = [t for t in tree_iter(args) if isinstance(t, Tensor)]
@@ -66,7 +68,7 @@ class Recorder(TorchDispatchMode):
         for block in sources:
             if block.outer is not None and place.room != block.room:
                 block.role, block.outer = block.outer, None
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         self._note(func, place, sources, [t for t in tree_iter(result) if isinstance(t, Tensor)])
         if func in _PRODUCTS:
             self._copy([t for t in tensors if not _is_matrix(t)])

@@ -1,4 +1,4 @@
-"""``simulate_memory``: the project's own layer, forward and backward, as one rank of any sp on fake tensors."""
+"""``simulate_memory``: the project's own layer, forward and backward, as one rank of any sp, without data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..attention import MLAAttention
 from ..config import MLAConfig
@@ -58,8 +57,8 @@ def simulate_memory(
     """Memory of one rank in a training step of ``layers`` attention layers, one after the other, on ``sp`` ranks.
 
     The layer is the project's own :class:`~laga_core.attention.MLAAttention`, run forward and backward as rank 0 with
-    fake tensors and a fake process group: nothing is computed, sent or allocated, and process groups of the caller are
-    left alone. Bytes are counted as a caching allocator's ``max_memory_allocated`` counts them (blocks of 512 bytes),
+    tensors that have no data and a fake process group: nothing is computed, sent or allocated, and process groups of
+    the caller are left alone. Bytes are counted as a caching allocator's ``max_memory_allocated`` counts them (blocks of 512 bytes),
     in a step that finds gradients in place and adds to them; the loss is the sum of the output. An optimizer's state is
     not counted. ``seq`` is the whole sequence, ``batch`` the sequences of one rank.
 
@@ -77,8 +76,7 @@ def simulate_memory(
         torch.inference_mode(False),
         torch.enable_grad(),
         stand_ins(device),
-        fake_group(sp) as group,
-        FakeTensorMode(),
+        fake_group(sp, "meta") as group,
         recorder,
     ):
         kinds = dict(form=form, kernel=kernel, group=group, dtype=dtype, **form_options)
@@ -93,13 +91,13 @@ def _step(
 
     Returns how many changes had been recorded after forward, and after backward.
     """
-    weights = [MLAAttention(config, device="cpu", **kinds) for _ in range(layers)]
+    weights = [MLAAttention(config, device="meta", **kinds) for _ in range(layers)]
     parameters = [p for layer in weights for p in layer.parameters()]
     gradients = [torch.empty_like(p) for p in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     del gradient, gradients
-    hidden = torch.empty(shape, dtype=kinds["dtype"], device="cpu").requires_grad_()
+    hidden = torch.empty(shape, dtype=kinds["dtype"], device="meta").requires_grad_()
     recorder.phase = "forward"
     for layer in weights:
         hidden = layer(hidden)

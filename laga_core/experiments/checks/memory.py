@@ -1,4 +1,4 @@
-"""Claims about peak memory: decided by simulating one rank of the prototype under fake tensors.
+"""Claims about peak memory: decided by simulating one rank of the prototype on tensors without data.
 
 Absorbed is simulated as the paper's numbers imply, with its two score products kept apart (``score="split"``), and
 again with one product (``"joint"``): what vanishes in between is not the n_h·d_kv mechanism. "fused" is what
