@@ -258,7 +258,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _use_linear(x: Tensor) -> bool:
     """float32 on a CPU goes to MKL, which leaves AVX-512 unused on other vendors' machines; oneDNN does not."""
-    return _product_dtype(x) == torch.float32 and products.on_cpu(x) and _AVX512 and torch.backends.mkldnn.is_available()
+    fits = _product_dtype(x) == torch.float32 and products.on_cpu(x)
+    return fits and _AVX512 and torch.backends.mkldnn.is_available()
 
 
 def _linear(a: Tensor, b: Tensor) -> Tensor:

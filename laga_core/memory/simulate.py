@@ -58,9 +58,9 @@ def simulate_memory(
 
     The layer is the project's own :class:`~laga_core.attention.MLAAttention`, run forward and backward as rank 0 with
     tensors that have no data and a fake process group: nothing is computed, sent or allocated, and process groups of
-    the caller are left alone. Bytes are counted as a caching allocator's ``max_memory_allocated`` counts them (blocks of 512 bytes),
-    in a step that finds gradients in place and adds to them; the loss is the sum of the output. An optimizer's state is
-    not counted. ``seq`` is the whole sequence, ``batch`` the sequences of one rank.
+    the caller are left alone. Bytes are counted as a caching allocator's ``max_memory_allocated`` counts them (blocks
+    of 512 bytes), in a step that finds gradients in place and adds to them; the loss is the sum of the output. An
+    optimizer's state is not counted. ``seq`` is the whole sequence, ``batch`` the sequences of one rank.
 
     ``kernel`` is ``"eager"``, ``"tiled"`` or ``"fused"``: what a fused kernel such as FlashAttention has to keep, and
     no workspace. On an ``"accelerator"`` (``device``) RMSNorm is one kernel, and ``tiled`` takes larger tiles than on a
