@@ -9,6 +9,7 @@ import sys
 import time
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from laga_core import MLAAttention, MLAConfig, launch, simulate_memory
+from laga_core.experiments import memory as experiment
 from laga_core.experiments.paper import read_table
 from laga_core.forms import FORMS, STRONG_EXPLICIT, check_form
 from laga_core.kernels import tiled
 from laga_core.memory import fake
+from laga_core.results import Store
 
 PAPER = MLAConfig.preset("paper-v3")
 SMALL = MLAConfig(
@@ -256,3 +259,14 @@ def test_bad_input(wrong: dict[str, Any], says: str) -> None:
     call: dict[str, Any] = {"form": "laga", "kernel": "eager", "seq": 1024, "sp": 8}
     with pytest.raises((ValueError, TypeError), match=says):
         simulate_memory(PAPER, **call | wrong)
+
+
+def test_a_record_of_earlier_code_is_not_shown(tmp_path: Path) -> None:
+    cell = {"form": "laga", "kernel": "fused", "seq": 1024, "sp": 2}
+    store = Store(tmp_path)
+    peak = experiment.peak_mb(store, **cell)
+    (found,) = store.load("memory")
+    assert found.metrics["peak_bytes"] == peak * 1e6
+    store.write(replace(found, metrics={"peak_bytes": 1, "saved_bytes": 1}))
+    assert experiment.peak_mb(store, **cell) == peak
+    assert [record.metrics for record in store.load("memory")] == [found.metrics]
