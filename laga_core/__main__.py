@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,7 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_command(commands)
     arguments = parser.parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        result = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return result
+    except BrokenPipeError:  # who reads the output, as ``| head`` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        return 0
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"{parser.prog} {arguments.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ValueError, TypeError)) else 1

@@ -189,7 +189,7 @@ def test_family_sends() -> None:
         "query latent": parts("laga", query="latent"),
     }
     explicit, latent = outside("explicit"), outside("laga", context=2)
-    counted = {row["member"]: row for row in family.published("node bytes")[-1].metrics["rows"]}
+    counted = {row["member"]: row for row in family.published("node bytes")[0].metrics["rows"]}
     strong = V3.num_attention_heads * (V3.qk_nope_head_dim + V3.v_head_dim) / V3.kv_lora_rank
     states(
         "family",
@@ -237,7 +237,7 @@ def test_family_price() -> None:
 
 
 def test_family_is_as_quick_as_the_record_says() -> None:
-    record = family.published("step times")[-1].metrics
+    record = family.published("step times")[0].metrics
     rows = {(r["link"], r["member"]): r["seconds"] for r in record["rows"] if (r["seq"], r["heads"]) == (1024, 32)}
 
     def times(member: str, link: int | None) -> list[float]:
@@ -245,7 +245,7 @@ def test_family_is_as_quick_as_the_record_says() -> None:
 
     only = "latent only, overlap"
     assert min(rows[None, member] for _, member in rows) == rows[None, "query latent"]
-    again = {row["member"]: row["ratio"] for row in family.published("recompute")[-1].metrics["rows"]}
+    again = {row["member"]: row["ratio"] for row in family.published("recompute")[0].metrics["rows"]}
     states(
         "family",
         "is {:.1f} times as quick as the paper's explicit and {:.1f} times as the strong one".format(*times(only, 200)),
@@ -258,7 +258,7 @@ def test_family_is_as_quick_as_the_record_says() -> None:
 
 
 def test_family_picks() -> None:
-    picks = family.published("step times")[-1].metrics["picks"]
+    picks, others_picks = (record.metrics["picks"] for record in family.published("step times"))
     (miss,) = (pick for pick in picks if not pick["right"])
     there = {(row["seq"], row["heads"]): row for row in family.overlap_gains(picks)}
     overlap = there.pop((miss["seq"], miss["heads"]))
@@ -273,6 +273,26 @@ def test_family_picks() -> None:
         f"in the other {['no', 'one', 'two', 'three', 'four', 'five'][len(others)]} unshaped settings",
         f"by −{-min(others):.0f} % to +{max(others):.0f} %",
     )
+    assert all(pick["right"] for pick in others_picks)
+    states("family", f"the slowest pick at {min(pick['part'] for pick in others_picks):.2f} of the best's speed")
+
+
+def test_family_on_a_slower_machine() -> None:
+    first, second = family.published("step times")
+    rates = [
+        (each.metrics["machines"][0]["rate"], each.metrics["machines"][0]["attention_rate"]) for each in (first, second)
+    ]
+    assert [round(a / b) for a, b in zip(*rates, strict=True)] == [7, 4] and second.parameters["repeats"] == 7
+    rows = {
+        (r["link"], r["member"]): r["seconds"] for r in second.metrics["rows"] if (r["seq"], r["heads"]) == (1024, 32)
+    }
+    for link, member, words in (
+        (200, "latent only, overlap", "latent only is {} times as quick as either"),
+        (1000, "query latent", "the query latent is ahead, by {}"),
+    ):
+        assert rows[link, member] == min(seconds for (each, _), seconds in rows.items() if each == link)
+        (times,) = {f"{rows[link, form] / rows[link, member]:.1f}" for form in ("explicit", "strong explicit")}
+        states("family", words.format(times))
 
 
 def test_correctness_over_a_whole_run() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +52,13 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.C
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "laga_core", "communication", *SIZES]
+    root = Path(__file__).parent.parent
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=root, timeout=100, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")

@@ -97,9 +97,9 @@ def step_times(
 ) -> alt.LayerChart | alt.FacetChart:
     """How many times as quick as ``against`` each member is over each link (emulated).
 
-    ``rows`` of :func:`laga_core.experiments.family.step_times`, by default those of the committed record.
+    ``rows`` of :func:`laga_core.experiments.family.step_times`, by default those of the first committed record.
     """
-    rows = list(rows or family.published("step times")[-1].metrics["rows"])
+    rows = list(rows or family.published("step times")[0].metrics["rows"])
     base_seconds = {(r["link"], r["seq"], r["heads"]): r["seconds"] for r in rows if r["member"] == against}
     data = [
         {
