@@ -173,6 +173,8 @@ class MLAAttention(nn.Module):
             "form": f"{self.form} {self.form_options}",
             "configuration": str(self.config),
         }
+        if self.form == "auto":  # each rank chooses for itself, and all have to choose alike
+            signature["machine and layers"] = f"{self._machine} {self._layers}"
         # Ranks on a device check once for each new shape: a check at every step would hold back the host.
         if problem is None and hidden.device.type != "cpu" and self._checked == signature:
             return

@@ -39,6 +39,7 @@ _GRACE = 3.0  # s to learn why a peer closed its connection
 # A forked CPU rank starts at once, with torch loaded; accelerators cannot be used across a fork.
 _START_METHODS = {"cpu": "fork", "cuda": "spawn", "npu": "spawn"}
 _DISMISSED = "dismissed"
+_LONGEST = 1e8  # s, three years
 
 
 class LaunchError(RuntimeError):
@@ -121,7 +122,7 @@ def launch(
         "threads": threads_per_rank,
         "env": {str(name): str(value) for name, value in (env or {}).items()},
         "path": sys.path,
-        "preload": _own_module(fn) if preload is None else list(preload),
+        "preload": _own_module(fn) if preload is None else _modules(preload),
     }
     call = pickle_call(fn, args, kwargs)
     job = uuid.uuid4().hex
@@ -149,6 +150,9 @@ def launch(
 def dismiss(endpoint: str, nodes: int, timeout: float = 30.0) -> None:
     """Tell the ``nodes`` nodes that wait in ``join`` at ``endpoint`` that no launch will follow."""
     host, port = _parse_endpoint(endpoint)
+    _check_seconds("timeout", timeout)
+    if nodes < 1:
+        raise ValueError(f"nodes must be at least 1, got {nodes}")
     with _host_store(host, port) as (tcp, _):
         tcp.set("job", _DISMISSED)
         if not wait_for(lambda: tcp.add("left", 0) >= nodes, timeout):
@@ -165,7 +169,11 @@ def _check_sizes(
     available = device_count(device)
     if nproc is None:
         nproc = 2 if available is None else available
-    for name, value, least in (("nproc", nproc, 0), ("nnodes", nnodes, 1), ("threads_per_rank", threads or 1, 1)):
+    for name, value, least in (
+        ("nproc", nproc, 0),
+        ("nnodes", nnodes, 1),
+        ("threads_per_rank", 1 if threads is None else threads, 1),
+    ):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an integer, got {value!r}")
         if value < least:
@@ -178,9 +186,21 @@ def _check_sizes(
             f"its own; pass nproc<={available}, or device='cpu'"
         )
     for name, seconds in (("timeout", timeout), ("join_timeout", join_timeout)):
-        if not seconds > 0:
-            raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        _check_seconds(name, seconds)
     return nproc
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds, got {seconds!r}")
+    if not 0 < seconds <= _LONGEST:
+        raise ValueError(f"{name} must be a positive number of seconds, at most {_LONGEST:g}, got {seconds!r}")
+
+
+def _modules(preload: Sequence[str]) -> list[str]:
+    if isinstance(preload, str) or not all(isinstance(name, str) and name for name in preload):
+        raise TypeError(f"preload must be a list of module names, got {preload!r}")
+    return list(preload)
 
 
 def _own_module(fn: Callable[..., Any]) -> list[str]:
@@ -357,6 +377,10 @@ def join(
     ``LaunchTimeout`` when none came at all.
     """
     host, port = _parse_endpoint(endpoint)
+    _check_seconds("timeout", timeout)
+    for what, count in (("nproc", nproc), ("nnodes", nnodes)):
+        if count is not None and count < 1:
+            raise ValueError(f"{what} must be at least 1, got {count}")
     interface = interface or os.environ.get("LAGA_INTERFACE")
     seen: set[str] = set()
     deadline = time.monotonic() + timeout

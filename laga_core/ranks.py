@@ -53,6 +53,7 @@ def running_agent(
         "node_rank": node_rank,
         "nproc": nproc,
         "scratch": scratch,
+        "parent": os.getpid(),
     }
     for name in ("path", "preload"):
         del config[name]  # read from the store; they may be long
@@ -158,10 +159,14 @@ def agent_main() -> None:
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             processes = super()._start_workers(worker_group)
             # Not before: a rank forked while a thread holds a lock, the resolver's say, waits for that lock for ever.
+            _end_with_parent(False)
             threading.Thread(target=_die_with_store, args=(config,), daemon=True).start()
             return processes
 
     config = json.loads(sys.argv[1])
+    _end_with_parent(True)
+    if os.getppid() != config["parent"]:
+        sys.exit(1)  # it ended while this process was starting
     tcp = client(config)
     store = dist.PrefixStore(config["job"], tcp)
     settings = json.loads(store.get("settings"))
@@ -200,6 +205,12 @@ def agent_main() -> None:
         hint = ", which the system also sends when memory runs short" if failure.exitcode == -signal.SIGKILL else ""
         report_failure(store, rank, f"rank {rank} (pid {failure.pid}) was {cause}{hint}", False)
     os._exit(0)  # nothing here needs cleaning up, and an interpreter that shuts down may still be told to end
+
+
+def _end_with_parent(yes: bool) -> None:
+    """Have the system kill this process once the one that started it is gone, or no longer."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL if yes else 0)  # PR_SET_PDEATHSIG
 
 
 def client(config: dict[str, Any]) -> dist.TCPStore:
@@ -264,8 +275,7 @@ def _rank(config: dict[str, Any]) -> None:
     logging.disable(logging.NOTSET)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # a fork inherits the agent's handlers
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its agent
+    _end_with_parent(True)  # no rank outlives its agent
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     store = dist.PrefixStore(config["job"], client(config))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_ranks, raised
 from torch import Tensor, nn
 
 from laga_core import all_reduce_gradients
@@ -178,17 +178,33 @@ def test_gradients_travel_in_buckets_of_one_dtype() -> None:
         assert sent == [4 * (7 + 5), 8 * 3, 8 * (4 << 20), 8 * 2]
 
 
-def different_modules(group) -> str:
-    try:
-        all_reduce_gradients(nn.Linear(4, 4 + group.rank()), group)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+def unlike(rank: int) -> dict[str, nn.Module]:
+    """Modules that differ between two ranks: in size, in order alone, in dtype alone, in what is frozen, in layout."""
+    frozen = nn.Linear(4, 4)
+    frozen.requires_grad_(rank == 0)
+    sparse = nn.Embedding(4, 4, sparse=rank == 0)
+    sparse(torch.tensor([1])).sum().backward()
+    return {
+        "elements": nn.Linear(4, 4 + rank),
+        "checksum of names, shapes and dtypes": nn.ModuleList([nn.Linear(4, 6), nn.Linear(3, 8)][:: 1 - 2 * rank]),
+        "dtypes": nn.Linear(4, 4, dtype=[torch.float32, torch.float64][rank]),
+        "trainable parameters": frozen,
+        "rank 0: the gradient of weight is sparse": sparse,
+    }
+
+
+def different_modules(group) -> dict[str, str]:
+    return {
+        name: raised(lambda module=module: all_reduce_gradients(module, group))
+        for name, module in unlike(group.rank()).items()
+    }
 
 
 def test_all_reduce_gradients_refuses_different_modules() -> None:
-    for message in on_ranks(different_modules, sp=2):
-        assert "do not agree" in message and "elements" in message
+    first, second = on_ranks(different_modules, sp=2)
+    assert first == second
+    for says, message in first.items():
+        assert message.startswith("ValueError") and says in message, message
 
 
 # --- agreement ---

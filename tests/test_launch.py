@@ -278,6 +278,26 @@ def test_no_rank_outlives_the_launching_process(
     assert traces.gone(within=5), traces.alive()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the agent ends when its store does not answer")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_agent_outlives_a_launching_process_that_ends_at_once(traces: Traces, number: signal.Signals) -> None:
+    code = (
+        "from laga_core import launch; import torch.distributed as dist; launch(dist.get_rank, nproc=2, device='cpu')"
+    )
+    for wait in (0.0, 1.0):  # while the agent is still being imported, and a little later
+        with subprocess.Popen([sys.executable, "-c", code], env=os.environ | traces.env, cwd=ROOT) as process:
+            assert wait_until(lambda: any("agent_main" in each for each in traces.alive()), 60)
+            time.sleep(wait)
+            process.send_signal(number)
+        assert traces.gone(within=15), traces.alive()
+
+
+@pytest.mark.parametrize("arguments", [{"timeout": float("nan")}, {"timeout": -1.0}, {"nproc": 0}, {"nnodes": -3}])
+def test_joining_with_bad_numbers(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be"):
+        join("127.0.0.1:9", **arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_in_a_notebook_kernel(traces: Traces) -> None:
@@ -333,7 +353,12 @@ def test_in_a_notebook_kernel(traces: Traces) -> None:
         ({"nproc": True}, TypeError, "nproc must be an integer"),
         ({"nnodes": 0}, ValueError, "nnodes must be at least 1"),
         ({"threads_per_rank": -2}, ValueError, "threads_per_rank must be at least 1"),
+        ({"threads_per_rank": 0}, ValueError, "threads_per_rank must be at least 1"),
         ({"timeout": 0}, ValueError, "timeout must be a positive number"),
+        ({"timeout": float("inf")}, ValueError, "timeout must be a positive number"),
+        ({"timeout": "5"}, TypeError, "timeout must be a number of seconds"),
+        ({"preload": "laga_core"}, TypeError, "preload must be a list of module names"),
+        ({"preload": [3]}, TypeError, "preload must be a list of module names"),
         ({"join_timeout": float("nan")}, ValueError, "join_timeout must be a positive number"),
         ({"nnodes": 2}, ValueError, "needs an endpoint with a port"),
         ({"endpoint": "29500"}, ValueError, "endpoint must be 'HOST:PORT'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -23,18 +24,30 @@ def all_reduce_gradients(module: nn.Module, group: ProcessGroup | None) -> None:
     the same. A parameter without a gradient on this rank counts as zero; without one on any rank it stays ``None``.
     Small gradients travel together, in buckets of at most 25 MiB.
 
-    Raises ``RuntimeError`` without a process group, and ``ValueError`` on every rank where their parameters differ.
+    Raises ``RuntimeError`` without a process group, and ``ValueError`` on every rank where their trainable parameters
+    differ in number, order, shape or dtype, or a gradient is sparse.
     """
     if not isinstance(group, ProcessGroup):
         raise RuntimeError(
             f"all_reduce_gradients needs the process group that the module was built with, got {group!r}; "
             "start ranks with laga_core.launch (or torch.distributed.init_process_group) and pass the group"
         )
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if not parameters or degree(group) == 1:
+    if degree(group) == 1:
         return
-    device = parameters[0].device
-    agree({"parameters": len(parameters), "elements": sum(p.numel() for p in parameters)}, None, group, device)
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parameters = list(trainable.values())
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    sparse = [name for name, p in trainable.items() if p.grad is not None and p.grad.layout is not torch.strided]
+    problem = f"the gradient of {sparse[0]} is sparse; all_reduce_gradients takes dense ones" if sparse else None
+    alike = ", ".join(f"{name} {list(p.shape)} {p.dtype}" for name, p in trainable.items())
+    signature: dict[str, int | str] = {
+        "trainable parameters": len(parameters),
+        "elements": sum(p.numel() for p in parameters),
+        "checksum of names, shapes and dtypes": zlib.crc32(alike.encode()),
+    }
+    agree(signature, problem, group, device)
+    if not parameters:
+        return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
     gradients = []
