@@ -82,11 +82,12 @@ def difference(kernel: str, shape: tuple[int, ...], dtype: torch.dtype, causal: 
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of a few rows and keys, so that short sequences cross many of them."""
-    monkeypatch.setattr(tiled, "_TILE_CPU", 128)
-    monkeypatch.setattr(tiled, "_TILE_ACCELERATOR", 128)
+    for name in ("_TILE_MKL", "_TILE_ONEDNN", "_TILE_ACCELERATOR"):
+        monkeypatch.setattr(tiled, name, 128)
     monkeypatch.setattr(tiled, "_ROWS", 8)
     monkeypatch.setattr(tiled, "_KEYS", 8)
     monkeypatch.setattr(tiled, "_DIAGONAL", 4)
+    monkeypatch.setattr(tiled, "_DIAGONAL_MKL", 4)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -96,10 +97,12 @@ def test_equal_to_the_definition_in_float64(kernel, shape, causal):
     assert difference(kernel, shape, torch.float64, causal) < 1e-12
 
 
-@pytest.fixture(params=[True, False], ids=["instructions", "no instructions"])
+@pytest.fixture(params=[(True, True), (False, True), (False, False)], ids=["half and AVX-512", "AVX-512", "neither"])
 def half_precision(request, monkeypatch):
-    """As on a CPU that has instructions for half precision, and as on one that has none."""
-    monkeypatch.setattr(products, "has_instructions", lambda dtype: request.param)
+    """As on CPUs with and without instructions for half precision and AVX-512: oneDNN multiplies, or MKL."""
+    half, avx512 = request.param
+    monkeypatch.setattr(products, "has_instructions", lambda dtype: half)
+    monkeypatch.setattr(tiled, "_AVX512", avx512)
 
 
 @pytest.mark.usefixtures("half_precision")
@@ -204,7 +207,8 @@ def peak_extra_bytes(seq: int, kernel: str) -> int:
 
 
 def test_memory_grows_with_the_sequence_not_its_square(monkeypatch):
-    monkeypatch.setattr(tiled, "_TILE_CPU", 1 << 12)
+    for name in ("_TILE_MKL", "_TILE_ONEDNN"):
+        monkeypatch.setattr(tiled, name, 1 << 12)
     monkeypatch.setattr(tiled, "_KEYS", 64)
     short, long = peak_extra_bytes(256, "tiled"), peak_extra_bytes(1024, "tiled")
     assert long < 4.2 * short

@@ -25,10 +25,12 @@ from . import products
 
 _LOG2E = math.log2(math.e)
 
-# A tile holds this many scores: on a CPU as much as stays in cache, on an accelerator as much as keeps it busy.
-_TILE_CPU, _TILE_ACCELERATOR = 1 << 19, 1 << 26
+# A tile holds this many scores: on a CPU as much as stays in cache, on an accelerator as much as keeps it busy. MKL
+# gives each thread whole matrices of a tile, so it likes more of them.
+_TILE_MKL, _TILE_ONEDNN, _TILE_ACCELERATOR = 1 << 20, 1 << 19, 1 << 26
 _ROWS, _KEYS = 512, 512
-_DIAGONAL = 256  # rows of a tile at the causal diagonal, where half of a tile is computed in vain
+# Rows of a tile at the causal diagonal, where half of a tile is computed in vain; few of them cost calls.
+_DIAGONAL, _DIAGONAL_MKL = 256, 128
 _AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
@@ -62,9 +64,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     plan = _Plan.of(q, k, causal)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(*q.shape[:3], 1, dtype=_sum_dtype(q))
+    tiles = _Scratch(plan, q)
     for batch, heads, kv_heads in plan.parts():
         mine, keys = (batch, slice(None), heads), (batch, slice(None), kv_heads)
-        _forward_part(plan, q[mine], k[keys], v[keys], out[mine], lse[mine], scale * _LOG2E)
+        _forward_part(plan, tiles, q[mine], k[keys], v[keys], out[mine], lse[mine], scale * _LOG2E)
     return out, lse.squeeze(-1)
 
 
@@ -76,10 +79,11 @@ def backward(
     plan = _Plan.of(q, k, causal)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     delta, peak = delta.unsqueeze(-1), lse.unsqueeze(-1) * _LOG2E
+    tiles = _Scratch(plan, q)
     for batch, heads, kv_heads in plan.parts():
         mine, keys = (batch, slice(None), heads), (batch, slice(None), kv_heads)
         rows = (q[mine], dout[mine], peak[mine], delta[mine])
-        _backward_part(plan, rows, (k[keys], v[keys]), dq[mine], dk[keys], dv[keys], scale)
+        _backward_part(plan, tiles, rows, (k[keys], v[keys]), dq[mine], dk[keys], dv[keys], scale)
     return dq, dk, dv
 
 
@@ -93,10 +97,11 @@ def row_sums(out: Tensor, dout: Tensor) -> Tensor:
     return sums
 
 
-def _forward_part(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
+def _forward_part(
+    plan: _Plan, tiles: _Scratch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> None:
     groups = k.shape[2]
     q, k, v = (_matrices(x, groups) for x in (q, k, v))
-    tiles = _Scratch(plan, q, lse.dtype)
     for first, last in plan.row_blocks():
         shape = (len(q), (last - first) * plan.sharing)
         peak = q.new_full((*shape, 1), -math.inf)  # about the highest score so far, as a power of two
@@ -118,13 +123,23 @@ def _forward_part(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 
 
 def _backward_part(
-    plan: _Plan, rows: tuple[Tensor, ...], keys: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor, scale: float
+    plan: _Plan,
+    tiles: _Scratch,
+    rows: tuple[Tensor, ...],
+    keys: tuple[Tensor, ...],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
 ) -> None:
     groups = dk.shape[2]
     q, dout, peak, delta = (_matrices(x, groups) for x in rows)
     k, v = (_matrices(x, groups) for x in keys)
-    tiles = _Scratch(plan, q, peak.dtype)
-    k_sum, v_sum = (torch.zeros_like(x, dtype=peak.dtype) for x in (k, v))
+    in_place = len(dk) == 1 and dk.dtype == peak.dtype and _use_mkl(dk)  # products add to the results where they lie
+    if in_place:
+        k_sum, v_sum = (_matrices(x, groups).zero_() for x in (dk, dv))
+    else:
+        k_sum, v_sum = (torch.zeros_like(x, dtype=peak.dtype) for x in (k, v))
     for first, last in plan.row_blocks():
         q_sum = q.new_zeros(len(q), (last - first) * plan.sharing, q.shape[-1], dtype=peak.dtype)
         for tile in plan.tiles(first, last):
@@ -137,8 +152,10 @@ def _backward_part(
             _add_product(q_sum[:, plan.rows(tile, first)], dscores, tk)
             _add_product(k_sum[:, near], dscores.mT, tq)
         _store(q_sum.mul_(scale), dq[:, first:last], groups)
-    _store(k_sum.mul_(scale), dk, groups)
-    _store(v_sum, dv, groups)
+    k_sum.mul_(scale)
+    if not in_place:
+        _store(k_sum, dk, groups)
+        _store(v_sum, dv, groups)
 
 
 class _Tile(NamedTuple):
@@ -164,17 +181,20 @@ class _Plan:
     matrices: int  # batch * groups in one tile
     positions: int  # of q in one tile
     keys: int  # in one tile
+    diagonal: int  # rows of a tile at the diagonal
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, causal: bool) -> _Plan:
         batch, s_q, heads, _ = q.shape
         _, s_k, groups, _ = k.shape
         sharing = heads // groups
-        tile = _TILE_CPU if products.on_cpu(q) else _TILE_ACCELERATOR
+        mkl = _use_mkl(q)
+        tile = _TILE_MKL if mkl else _TILE_ONEDNN if products.on_cpu(q) else _TILE_ACCELERATOR
+        diagonal = _DIAGONAL_MKL if mkl else _DIAGONAL
         keys = min(_KEYS, s_k)
         matrices = 1 if _use_linear(q) else max(1, min(batch * groups, tile // (keys * min(_ROWS, s_q * sharing))))
         positions = max(1, min(s_q, tile // (keys * matrices * sharing)))
-        return cls(batch, groups, sharing, s_q, s_k, causal, matrices, positions, keys)
+        return cls(batch, groups, sharing, s_q, s_k, causal, matrices, positions, keys, diagonal)
 
     def parts(self) -> Iterator[tuple[slice, slice, slice]]:
         """Slices of the batch, the heads of q and the heads of k and v."""
@@ -192,7 +212,7 @@ class _Plan:
         for start, stop in _cut(0, visible, self.keys):
             yield _Tile(first, last, start, stop, False)
         if self.causal:
-            step = max(1, _DIAGONAL // self.sharing)
+            step = max(1, self.diagonal // self.sharing)
             for row, end in _cut(first, last, step):
                 yield _Tile(row, end, visible, visible + end - first, True)
 
@@ -204,14 +224,15 @@ class _Plan:
 class _Scratch:
     """The memory of a tile, used again and again, and the products written to it."""
 
-    def __init__(self, plan: _Plan, q: Tensor, wide: torch.dtype) -> None:
-        size = len(q) * plan.positions * plan.sharing * max(plan.keys, _DIAGONAL // plan.sharing, 1)
+    def __init__(self, plan: _Plan, q: Tensor) -> None:
+        narrow, wide = _product_dtype(q), _sum_dtype(q)
+        size = plan.matrices * plan.positions * plan.sharing * max(plan.keys, plan.diagonal // plan.sharing, 1)
         self.sharing = plan.sharing
-        self.half = q.dtype != wide
+        self.half = narrow != wide
         self._own = not _use_linear(q)
         self._wide = [q.new_empty(size if self._own else 0, dtype=wide) for _ in range(2)]
-        self._narrow = q.new_empty(size if self.half else 0)
-        self._corner = q.new_full((_DIAGONAL, _DIAGONAL), -math.inf, dtype=wide).triu_(1)
+        self._narrow = q.new_empty(size if self.half else 0, dtype=narrow)
+        self._corner = q.new_full((plan.diagonal, plan.diagonal), -math.inf, dtype=wide).triu_(1)
 
     def scores(self, tile: _Tile, q: Tensor, k: Tensor, scale: float, minus: Tensor | None = None) -> Tensor:
         """``scale * q k^T - minus``, and minus infinity where q may not see k."""
@@ -256,8 +277,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(torch.bmm(a, b))
 
 
+def _use_mkl(x: Tensor) -> bool:
+    """Whether the products of ``x`` go to MKL, which takes matrices with any distance between rows."""
+    return products.on_cpu(x) and _product_dtype(x).itemsize >= 4 and not _use_linear(x)
+
+
 def _use_linear(x: Tensor) -> bool:
-    """float32 on a CPU goes to MKL, which leaves AVX-512 unused on other vendors' machines; oneDNN does not."""
+    """float32 on a CPU would go to MKL, which leaves AVX-512 unused on other vendors' machines; oneDNN does not."""
     fits = _product_dtype(x) == torch.float32 and products.on_cpu(x)
     return fits and _AVX512 and torch.backends.mkldnn.is_available()
 
@@ -268,9 +294,9 @@ def _linear(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, rows: slice) -> Tensor:
-    """Rows of every matrix. CPU products want them as a whole tensor lies in memory, or copy them each time."""
+    """Rows of every matrix. oneDNN wants them as a whole tensor lies in memory, or copies them each time."""
     x = x[:, rows]
-    if not products.on_cpu(x):
+    if _use_mkl(x) or not products.on_cpu(x):
         return x
     return x.squeeze(0).unsqueeze(0) if len(x) == 1 else x.contiguous()
 
@@ -280,9 +306,13 @@ def _view(flat: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def _matrices(x: Tensor, groups: int) -> Tensor:
-    """``[batch, seq, groups * n, dim]`` -> ``[batch * groups, seq * n, dim]``, contiguous, in the products' dtype."""
+    """``[batch, seq, groups * n, dim]`` -> ``[batch * groups, seq * n, dim]``, as the products want it.
+
+    In their dtype, and in memory of its own unless MKL can take it where it lies.
+    """
     x = x.unflatten(2, (groups, -1)).transpose(1, 2)  # [batch, groups, seq, n, dim]
-    return x.to(_product_dtype(x)).reshape(x.shape[0] * groups, -1, x.shape[-1]).contiguous()
+    x = x.to(_product_dtype(x)).reshape(x.shape[0] * groups, -1, x.shape[-1])
+    return x if _use_mkl(x) else x.contiguous()
 
 
 def _store(x: Tensor, target: Tensor, groups: int) -> None:
