@@ -68,13 +68,15 @@ GRID = {"links": [None, 1000, 200], "seqs": [512, 1024, 2048], "heads": [8, 32],
 def run(store: Store, rerun: bool = False, patience: float = 0.0, **grid: Any) -> dict[str, Record]:
     """Every emulated measurement of this module, a record each, taken from the store if it is there.
 
-    ``patience``: as in :func:`step_times`, for each timed measurement. ``grid`` replaces some of :data:`GRID`. Raises
-    ``RuntimeError`` where this machine cannot emulate a cluster.
+    ``patience``: as in :func:`step_times`, for each timed measurement. ``grid`` replaces some of :data:`GRID`; its
+    ``dtype``, if given, is the name of the dtype of all that is timed. Raises ``RuntimeError`` where this machine
+    cannot emulate a cluster.
     """
+    precision = {name: grid[name] for name in ("dtype",) if name in grid}
     cells: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
         "step times": ({**GRID, **grid}, partial(_grid_metrics, patience=patience)),
         "recompute": (
-            {"seq": 4096, "heads": 32, "repeats": 5},
+            {"seq": 4096, "heads": 32, "repeats": 5, **precision},
             lambda **sizes: {"rows": recompute_cost(**sizes, patience=patience)},
         ),
         "node bytes": ({"seq": 512}, lambda **sizes: {"rows": node_bytes(**sizes)}),
@@ -102,14 +104,19 @@ def _without_name(measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[
 
 
 def _grid_metrics(
-    links: list[float | None], seqs: list[int], heads: list[int], repeats: int, patience: float
+    links: list[float | None],
+    seqs: list[int],
+    heads: list[int],
+    repeats: int,
+    patience: float,
+    dtype: str = "bfloat16",
 ) -> dict[str, Any]:
-    machines = calibrate(links, patience)
-    rows = step_times(links, seqs, heads, repeats=repeats, timeout=3600, patience=patience)
+    machines = calibrate(links, patience, dtype=dtype)
+    rows = step_times(links, seqs, heads, repeats=repeats, timeout=3600, patience=patience, dtype=dtype)
     return {
         "rows": rows,
         "machines": [{"link": link, **asdict(machine)} for link, machine in machines.items()],
-        "picks": picks(rows, machines),
+        "picks": picks(rows, machines, dtype=dtype),
     }
 
 
@@ -124,6 +131,7 @@ def step_times(
     repeats: int = 5,
     timeout: float = 900.0,
     patience: float = 0.0,
+    dtype: str = "bfloat16",
 ) -> list[dict[str, Any]]:
     """Median seconds of forward and backward at sp 2, each rank on a node of its own, for each link in Mbit/s.
 
@@ -134,7 +142,8 @@ def step_times(
     """
     members = dict(members or MEMBERS)
     limit = timeout + patience
-    per_rank = netns.run(_step_times, list(links), list(seqs), list(heads), members, repeats, patience, timeout=limit)
+    settings = (list(links), list(seqs), list(heads), members, repeats, patience, dtype)
+    per_rank = netns.run(_step_times, *settings, timeout=limit)
     rows = []
     for both in zip(*per_rank, strict=True):
         row = {**both[0], "sent_bytes": max(each["sent_bytes"] for each in both)}
@@ -150,13 +159,14 @@ def _step_times(
     members: dict[str, Member],
     repeats: int,
     patience: float,
+    dtype: str,
 ) -> list[dict[str, Any]]:
     """On a rank: each setting's members in turn."""
     rows, quiet = [], Quiet(patience)
     for count in heads:
         config = emulated_config(count)
         for seq in seqs:
-            steps = {name: _step(config, seq, form, options) for name, (form, options) in members.items()}
+            steps = {name: _step(config, seq, form, options, dtype) for name, (form, options) in members.items()}
             for link in links:
                 dist.barrier()
                 netns.shape(link)
@@ -184,13 +194,14 @@ def _step_times(
 
 
 def _step(
-    config: MLAConfig, seq: int, form: str, options: Mapping[str, Any], kernel: str = "tiled"
+    config: MLAConfig, seq: int, form: str, options: Mapping[str, Any], dtype: str = "bfloat16"
 ) -> Callable[[], None]:
     """Forward and backward of one layer on this rank."""
     torch.manual_seed(0)
     sp = dist.get_world_size()
-    layer = MLAAttention(config, form, kernel, group=dist.group.WORLD, dtype=torch.bfloat16, **options)
-    hidden = torch.randn(1, seq // sp, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    precision = getattr(torch, dtype)
+    layer = MLAAttention(config, form, "tiled", group=dist.group.WORLD, dtype=precision, **options)
+    hidden = torch.randn(1, seq // sp, config.hidden_size, dtype=precision, requires_grad=True)
 
     def step() -> None:
         layer(hidden).sum().backward()
@@ -205,14 +216,16 @@ def speedups(rows: Iterable[Mapping[str, Any]], against: str = "explicit") -> li
     return [{**r, "against": against, "ratio": base[r["link"], r["seq"], r["heads"]] / r["seconds"]} for r in rows]
 
 
-def recompute_cost(seq: int = 4096, heads: int = 32, repeats: int = 5, patience: float = 0.0) -> list[dict[str, Any]]:
+def recompute_cost(
+    seq: int = 4096, heads: int = 32, repeats: int = 5, patience: float = 0.0, dtype: str = "bfloat16"
+) -> list[dict[str, Any]]:
     """Step times with and without recomputation on an unshaped link, as :func:`step_times`; ``ratio`` is its price."""
     members: dict[str, Member] = {}
     for query in ("heads", "latent"):
         members[f"{query}, keep"] = ("laga", {"query": query})
         members[f"{query}, recompute"] = ("laga", {"query": query, "recompute": True})
         members[f"{query}, recompute by 2 heads"] = ("laga", {"query": query, "recompute": True, "head_chunk": 2})
-    rows = step_times((None,), (seq,), (heads,), members, repeats, patience=patience)
+    rows = step_times((None,), (seq,), (heads,), members, repeats, patience=patience, dtype=dtype)
     kept = {r["member"].split(",")[0]: r["seconds"] for r in rows if r["member"].endswith("keep")}
     return [{**r, "ratio": r["seconds"] / kept[r["member"].split(",")[0]]} for r in rows]
 
@@ -287,23 +300,24 @@ def saved(preset: str = "deepseek-v3", seq: int = 16384, sp: int = 8, layers: in
 
 
 def calibrate(
-    links: Sequence[float | None], patience: float = 0.0, timeout: float = 300.0
+    links: Sequence[float | None], patience: float = 0.0, timeout: float = 300.0, dtype: str = "bfloat16"
 ) -> dict[float | None, Machine]:
     """This machine as the cost model sees it, for each link: rates at one size, the link by one all-to-all."""
-    found = netns.run(_calibrate, list(links), patience, timeout=timeout + patience)[0]
+    found = netns.run(_calibrate, list(links), patience, dtype, timeout=timeout + patience)[0]
     return {
         link: Machine(found["rate"], bandwidth, bandwidth, 1, found["attention_rate"], latency)
         for link, (bandwidth, latency) in found["links"].items()
     }
 
 
-def _calibrate(links: list[float | None], patience: float) -> dict[str, Any]:
+def _calibrate(links: list[float | None], patience: float, dtype: str) -> dict[str, Any]:
     quiet = Quiet(patience)
+    precision = getattr(torch, dtype)
     seq, heads, dim = 1024, 16, 1024
-    weight = torch.randn(4 * dim, dim, dtype=torch.bfloat16, requires_grad=True)
-    x = torch.randn(seq // 2, dim, dtype=torch.bfloat16, requires_grad=True)
-    q, k = (torch.randn(1, seq, heads, 192, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    v = torch.randn(1, seq, heads, 128, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4 * dim, dim, dtype=precision, requires_grad=True)
+    x = torch.randn(seq // 2, dim, dtype=precision, requires_grad=True)
+    q, k = (torch.randn(1, seq, heads, 192, dtype=precision, requires_grad=True) for _ in range(2))
+    v = torch.randn(1, seq, heads, 128, dtype=precision, requires_grad=True)
     scale = softmax_scale(emulated_config(heads))
 
     def projection() -> None:
@@ -335,7 +349,10 @@ def _median(run: Callable[[], Any], quiet: Quiet, repeats: int = 5) -> float:
 
 
 def picks(
-    rows: Iterable[Mapping[str, Any]], machines: Mapping[float | None, Machine], close: float = 0.95
+    rows: Iterable[Mapping[str, Any]],
+    machines: Mapping[float | None, Machine],
+    close: float = 0.95,
+    dtype: str = "bfloat16",
 ) -> list[dict[str, Any]]:
     """The cost model's pick at each measured setting against the best measured.
 
@@ -347,7 +364,9 @@ def picks(
     found = []
     for (link, seq, heads), seconds in settings.items():
         costs = {
-            name: cost(emulated_config(heads), form, seq, 2, machines[link], **options).seconds
+            name: cost(
+                emulated_config(heads), form, seq, 2, machines[link], dtype=getattr(torch, dtype), **options
+            ).seconds
             for name, (form, options) in MEMBERS.items()
             if name in seconds
         }
