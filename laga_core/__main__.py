@@ -8,12 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from .config import PRESETS, MLAConfig
 from .costs import ACCOUNTINGS, Cost, FormChoice, Machine, choose, communication
 from .costs.choice import code
+from .forms import resolve_form
 from .launch import add_commands as add_launch_commands
 from .memory import simulate_memory
 from .sharding import LAYOUTS
@@ -28,14 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         result = int(arguments.run(arguments))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller, as by ``>&-``
+            sys.stdout.flush()
         return result
     except BrokenPipeError:  # who reads the output, as ``| head`` does, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
         return 0
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"{parser.prog} {arguments.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (ValueError, TypeError)) else 1
+        return 2 if isinstance(error, (ValueError, TypeError, FileNotFoundError)) else 1
     except KeyboardInterrupt:
         return 130
 
@@ -148,18 +149,24 @@ def _member(cost: Cost, found: FormChoice) -> dict[str, Any]:
 
 def _config(name: str) -> tuple[MLAConfig, str]:
     """The configuration that ``--model`` names, and the code that makes it."""
-    if name not in PRESETS and Path(name).exists():
+    if name not in PRESETS and os.path.exists(name):
         return MLAConfig.from_hf(name), f"MLAConfig.from_hf({json.dumps(name)})"
     return MLAConfig.preset(name), f"MLAConfig.preset({json.dumps(name)})"
 
 
 def _requests(arguments: argparse.Namespace) -> list[tuple[str, MLAConfig, dict[str, Any]]]:
     """The forms asked for, with the configuration and the form's options."""
-    options = dict(_option(text) for text in arguments.option)
+    options: dict[str, Any] = {}
+    for name, value in map(_option, arguments.option):
+        if name in options:
+            raise ValueError(f"--option {name} is given twice: {options[name]!r} and {value!r}")
+        options[name] = value
     if options and arguments.form is None:
         raise ValueError("--option needs --form: each form has options of its own")
     config, _ = _config(arguments.model)
     forms = ("explicit", "absorbed", "laga") if arguments.form is None else (arguments.form,)
+    for form in forms:
+        resolve_form(form, options)
     return [(form, config, options) for form in forms]
 
 
@@ -168,7 +175,7 @@ def _option(text: str) -> tuple[str, Any]:
     if not equals or not name:
         raise ValueError(f"--option takes NAME=VALUE, got {text!r}")
     known = {"true": True, "false": False, "none": None}
-    return name, known[value.lower()] if value.lower() in known else int(value) if value.isdigit() else value
+    return name, known[value.lower()] if value.lower() in known else int(value) if value.isdecimal() else value
 
 
 def _print(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +20,7 @@ _REQUIRED = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
+_LARGEST = 1 << 40  # of a size; beyond it counts of bytes and operations leave what numbers can hold
 _YARN_REQUIRED = ("factor", "original_max_position_embeddings")
 
 
@@ -53,8 +57,8 @@ class MLAConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"MLAConfig: {name} must be a whole number, got {value!r}")
-            if value < 1:
-                raise ValueError(f"MLAConfig: {name} must be at least 1, got {value}")
+            if not 1 <= value <= _LARGEST:
+                raise ValueError(f"MLAConfig: {name} must be at least 1 and at most {_LARGEST}, got {value}")
         if self.qk_rope_head_dim % 2:
             raise ValueError(
                 f"MLAConfig: qk_rope_head_dim must be even (RoPE rotates pairs), got {self.qk_rope_head_dim}"
@@ -85,16 +89,15 @@ class MLAConfig:
         if isinstance(sp, bool) or not isinstance(sp, int) or sp < 1:
             raise ValueError(f"sequence parallel degree sp must be a whole number of at least 1, got {sp!r}")
         if self.num_attention_heads % sp:
-            divisors = [d for d in range(1, self.num_attention_heads + 1) if self.num_attention_heads % d == 0]
             raise ValueError(
                 f"{self.num_attention_heads} heads cannot be split evenly over sp={sp} ranks; "
-                f"choose sp among {divisors}"
+                f"choose sp among {_divisors(self.num_attention_heads)}"
             )
 
     @classmethod
     def preset(cls, name: str) -> MLAConfig:
         """The configuration of a published model; ``ValueError`` lists the known names."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(sorted(PRESETS))}")
         return cls(**PRESETS[name])
 
@@ -128,7 +131,12 @@ class MLAConfig:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def _check_rope_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,9 +165,9 @@ def _read_hf(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any],
     if not isinstance(source, (str, Path)):
         raise TypeError(f"from_hf takes a path or a dictionary, got {type(source).__name__}")
     path = Path(source)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path's own, these take what cannot be a path for one that is not there
         path = path / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such config.json; give a file, a model folder or a dictionary")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

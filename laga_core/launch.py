@@ -104,12 +104,16 @@ def launch(
     """
     where = resolve_device(device)
     nproc = _check_sizes(where, nproc, nnodes, timeout, join_timeout, threads_per_rank)
+    _check_words(backend=backend, endpoint=endpoint, interface=interface)
+    if env is not None and not isinstance(env, Mapping):
+        raise TypeError(f"env must map names of environment variables to values, got {env!r}")
     coming = nnodes - (nproc > 0)  # nodes that have to join
     endpoint = endpoint or (coming and os.environ.get("LAGA_ENDPOINT")) or "127.0.0.1:0"
     host, port = _parse_endpoint(endpoint, listening=True)
     interface = interface or (os.environ.get("LAGA_INTERFACE") if coming else None)
     if coming and port == 0:
         raise ValueError(f"nnodes={nnodes} needs an endpoint with a port that the other nodes can be told: 'HOST:PORT'")
+    hosts = None if hosts is None else _names("hosts", hosts)
     expected = list(hosts or filter(None, os.environ.get("LAGA_HOSTS", "").split(","))) if coming else []
     settings = {
         "device": where.type,
@@ -122,7 +126,7 @@ def launch(
         "threads": threads_per_rank,
         "env": {str(name): str(value) for name, value in (env or {}).items()},
         "path": sys.path,
-        "preload": _own_module(fn) if preload is None else _modules(preload),
+        "preload": _own_module(fn) if preload is None else _names("preload", preload),
     }
     call = pickle_call(fn, args, kwargs)
     job = uuid.uuid4().hex
@@ -197,10 +201,16 @@ def _check_seconds(name: str, seconds: float) -> None:
         raise ValueError(f"{name} must be a positive number of seconds, at most {_LONGEST:g}, got {seconds!r}")
 
 
-def _modules(preload: Sequence[str]) -> list[str]:
-    if isinstance(preload, str) or not all(isinstance(name, str) and name for name in preload):
-        raise TypeError(f"preload must be a list of module names, got {preload!r}")
-    return list(preload)
+def _check_words(**words: str | None) -> None:
+    for name, word in words.items():
+        if word is not None and not isinstance(word, str):
+            raise TypeError(f"{name} must be a string, got {word!r}")
+
+
+def _names(what: str, names: Sequence[str]) -> list[str]:
+    if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(n, str) and n for n in names):
+        raise TypeError(f"{what} must be a list of names, got {names!r}")
+    return list(names)
 
 
 def _own_module(fn: Callable[..., Any]) -> list[str]:
@@ -210,7 +220,7 @@ def _own_module(fn: Callable[..., Any]) -> list[str]:
 
 def _parse_endpoint(endpoint: str, listening: bool = False) -> tuple[str, int]:
     host, separator, port = endpoint.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535 or (int(port) == 0 and not listening):
+    if not separator or not host or not port.isdecimal() or int(port) > 65535 or (int(port) == 0 and not listening):
         raise ValueError(f"endpoint must be 'HOST:PORT', such as '10.0.0.1:29500', got {endpoint!r}")
     return host.strip("[]"), int(port)
 
@@ -376,6 +386,7 @@ def join(
     Ends once dismissed, or when no launch appeared for ``timeout`` seconds; returns how many were served. Raises
     ``LaunchTimeout`` when none came at all.
     """
+    _check_words(endpoint=endpoint, interface=interface, name=name)
     host, port = _parse_endpoint(endpoint)
     _check_seconds("timeout", timeout)
     for what, count in (("nproc", nproc), ("nnodes", nnodes)):

@@ -151,7 +151,7 @@ def node_name() -> str:
 
 def agent_main() -> None:
     """Entry of the agent process: run this node's ranks under torch elastic's agent."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
@@ -159,9 +159,20 @@ def agent_main() -> None:
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             processes = super()._start_workers(worker_group)
             # Not before: a rank forked while a thread holds a lock, the resolver's say, waits for that lock for ever.
+            watching = threading.Event()
+            threading.Thread(target=_watch, args=(config, watching), daemon=True).start()
+            watching.wait()  # its end, before it has begun, ends this process too
             _end_with_parent(False)
-            threading.Thread(target=_die_with_store, args=(config,), daemon=True).start()
             return processes
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            # A rank that is done stays until all are, and of one that failed the result says so.
+            gone = [w for w in worker_group.workers if not _alive(w.id)] if result.state == WorkerState.HEALTHY else []
+            for worker in gone:
+                text = "ended before its function did, without an error: something in it left by os._exit"
+                report_failure(store, worker.global_rank, f"rank {worker.global_rank} {text}", False)
+            return RunResult(state=WorkerState.FAILED) if gone else result
 
     config = json.loads(sys.argv[1])
     _end_with_parent(True)
@@ -223,16 +234,25 @@ def client(config: dict[str, Any]) -> dist.TCPStore:
     )
 
 
-def _die_with_store(config: dict[str, Any]) -> None:
+def _watch(config: dict[str, Any], watching: threading.Event) -> None:
     """End this node's part of a launch whose launching process is gone."""
     try:
         tcp = client(config)
+        watching.set()
         while tcp.check(["job"]):
             time.sleep(0.5)
     finally:
         shutil.rmtree(config["scratch"], ignore_errors=True)
         _sweep(config["job"])
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _rendezvous(store: dist.Store, config: dict[str, Any]) -> Any:

@@ -144,6 +144,9 @@ class Store:
         A damaged file raises ``ValueError`` that names it; ``strict=False`` warns and leaves it out.
         """
         _check_name(experiment)
+        for name, value, known in (("kind", kind, KINDS), ("status", status, STATUSES)):
+            if value is not None:
+                _check_known(name, value, known)
         wanted = _plain(parameters, "parameters")
         records = []
         for path in sorted((self.root / experiment).glob("[!.]*.json")):
@@ -159,7 +162,7 @@ class Store:
             if (
                 kind in (None, record.kind)
                 and status in (None, record.status)
-                and all(name in record.parameters and record.parameters[name] == v for name, v in wanted.items())
+                and all(name in record.parameters and _same(record.parameters[name], v) for name, v in wanted.items())
             ):
                 records.append(record)
         return records
@@ -289,7 +292,7 @@ def _read(path: Path) -> Record:
         record = Record.from_json(path.read_text(encoding="utf-8"))
         if (path.parent.name, path.stem) != (record.experiment, record.key):
             raise ValueError("its name does not match its experiment, kind and parameters: it was moved or edited")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError, IsADirectoryError) as error:
         raise ValueError(
             f"{path}: not a valid record: {error}. Restore the file, or delete it and run again"
         ) from error
@@ -301,9 +304,16 @@ def _key(kind: str, parameters: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _same(a: Any, b: Any) -> bool:
+    """Whether two parameters are equal, and not just because Python counts True as 1."""
+    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
+
+
 def _plain(value: Any, where: str) -> Any:
     """``value`` as JSON gives it back; the error says where it is not."""
-    if value is None or isinstance(value, str | bool | int):
+    if isinstance(value, str):
+        return _text(value, where)
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -312,10 +322,19 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         if odd := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"{where} has the key {odd[0]!r}; keys must be strings")
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {_text(key, f"a key of {where}"): _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{place}]") for place, item in enumerate(value)]
     raise TypeError(f"{where} is a {type(value).__name__}; use numbers, strings, lists and mappings of them")
+
+
+def _text(value: str, where: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{where} is {value!r}, which holds half a character (a lone surrogate)") from None
+    return value
 
 
 def _no_constant(name: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .parallel import degree, gather_sequence, split_degree
+from .parallel.agreement import agree
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -142,10 +143,16 @@ def unshard_sequence(
 ) -> Tensor:
     """The inverse of :func:`shard_sequence`: every rank's tokens gathered and put in order, on every rank.
 
-    The backward of the gather is a reduce-scatter: gradients of all ranks are summed. Raises ``ValueError`` as above.
+    The backward of the gather is a reduce-scatter: gradients of all ranks are summed. Raises ``ValueError`` as above,
+    and where the ranks' shapes, dtypes or layouts differ, on every rank before any data moves.
     """
-    seq = x.shape[dim] * degree(group)
-    check_layout(seq, degree(group), layout, context)
+    seq, problem = x.shape[dim] * degree(group), None
+    try:
+        check_layout(seq, degree(group), layout, context)
+    except ValueError as error:
+        problem = str(error)
+    meant = {"dim": str(dim), "layout": str(layout), "context": str(context)}
+    agree({"shape": str(list(x.shape)), "dtype": str(x.dtype), **meant}, problem, group, x.device)
     order = TokenOrder.of_layout(seq, layout, context)
     rows = x.movedim(dim, 0).unsqueeze(0)  # [1, seq/sp, ...]
     whole = gather_sequence(rows.flatten(2) if x.dim() > 1 else rows.unsqueeze(-1), group)  # [1, seq, ...]

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from ranks import on_ranks, raised
 
 from laga_core import MLAAttention, MLAConfig, all_reduce_gradients, communication
+from laga_core.costs import Machine
 from laga_core.forms import FORMS
 from laga_core.kernels import KERNELS
 from laga_core.parallel import record_bytes
+from laga_core.sharding import unshard_sequence
 
 TOY = MLAConfig.preset("toy")
 SP = 4
@@ -107,6 +109,18 @@ FORWARD: dict[str, tuple[Act, tuple[str, ...]]] = {
     "positions that are no whole numbers": (
         lambda group, mla: mla(shard(), torch.rand(4)),
         ("positions must be a tensor of whole numbers",),
+    ),
+    "a part to gather longer on one rank": (
+        lambda group, mla: unshard_sequence(shard(on_one(group, 2, 5, 4)), group),
+        ("shape is [2, 4, 64] on rank 0", "[2, 5, 64] on rank 2"),
+    ),
+    "a part to gather in another dtype": (
+        lambda group, mla: unshard_sequence(shard(dtype=precision_of(group)), group),
+        ("dtype is", "torch.float64 on rank 1"),
+    ),
+    "a layout to gather that does not fit": (
+        lambda group, mla: unshard_sequence(shard(3), group, layout="zigzag", context=4),
+        ("rank 0: layout='zigzag' cuts the sequence",),
     ),
     "local positions on every rank": (lambda group, mla: mla(shard(), torch.arange(4)), ("positions repeat",)),
 }
@@ -220,6 +234,13 @@ def test_one_process_checks_its_input_too(hidden: Any, message: str) -> None:
         MLAAttention(TOY, "laga")(hidden)
 
 
+def test_names_may_be_of_any_type() -> None:
+    with pytest.raises(ValueError, match="unknown kernel"):
+        MLAAttention(TOY, "laga", [])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no typical machine"):
+        Machine.typical([])  # type: ignore[arg-type]
+
+
 # --- closed forms ---
 
 
@@ -236,7 +257,11 @@ def test_one_process_checks_its_input_too(hidden: Any, message: str) -> None:
         ({"batch": 1.5}, "batch must be a whole number"),
         ({"form": "explicit", "key_rope": "none"}, "key_rope must be one of"),
         ({"score": "joint"}, "form 'laga' has no option 'score'"),
-        ({"dtype": "bf16"}, "dtype must be a torch dtype"),
+        ({"dtype": "bf16"}, "dtype must be a floating torch dtype"),
+        ({"dtype": torch.int8}, "dtype must be a floating torch dtype"),
+        ({"form": []}, "unknown form []"),
+        ({"accounting": {}}, "unknown accounting {}"),
+        ({"seq": 10**40}, "seq must be at most 2^53"),
         ({"config": "deepseek-v3"}, "MLAConfig.preset"),
     ],
 )

@@ -18,6 +18,7 @@ from laga_core.experiments import convergence, family, memory, routing_noise, th
 from laga_core.experiments.checks.records import published
 from laga_core.forms import STRONG_EXPLICIT
 from laga_core.kernels import tiled
+from laga_core.results import Record
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
 PAPER = MLAConfig.preset("paper-v3")
@@ -257,8 +258,12 @@ def test_family_is_as_quick_as_the_record_says() -> None:
     )
 
 
+def in_bf16() -> list[Record]:
+    return [record for record in family.published("step times") if "dtype" not in record.parameters]
+
+
 def test_family_picks() -> None:
-    picks, others_picks = (record.metrics["picks"] for record in family.published("step times"))
+    picks, others_picks = (record.metrics["picks"] for record in in_bf16())
     (miss,) = (pick for pick in picks if not pick["right"])
     there = {(row["seq"], row["heads"]): row for row in family.overlap_gains(picks)}
     overlap = there.pop((miss["seq"], miss["heads"]))
@@ -278,7 +283,7 @@ def test_family_picks() -> None:
 
 
 def test_family_on_a_slower_machine() -> None:
-    first, second = family.published("step times")
+    first, second = in_bf16()
     rates = [
         (each.metrics["machines"][0]["rate"], each.metrics["machines"][0]["attention_rate"]) for each in (first, second)
     ]
@@ -293,6 +298,34 @@ def test_family_on_a_slower_machine() -> None:
         assert rows[link, member] == min(seconds for (each, _), seconds in rows.items() if each == link)
         (times,) = {f"{rows[link, form] / rows[link, member]:.1f}" for form in ("explicit", "strong explicit")}
         states("family", words.format(times))
+
+
+def test_family_in_float32() -> None:
+    (record,) = family.published("step times", dtype="float32")
+    assert record.provenance["hardware"] == in_bf16()[1].provenance["hardware"]
+    rows = record.metrics["rows"]
+    seconds = {(r["link"], r["member"]): r["seconds"] for r in rows if (r["seq"], r["heads"]) == (1024, 32)}
+
+    def times(link: int) -> list[float]:
+        best = min(value for (each, _), value in seconds.items() if each == link)
+        return [seconds[link, form] / best for form in ("explicit", "strong explicit")]
+
+    picks = record.metrics["picks"]
+    misses = [pick for pick in picks if not pick["right"]]
+    assert [(pick["link"], pick["heads"]) for pick in misses] == [(None, 8), (1000, 8)] * 2
+    (same,) = (pick["measured"] for pick in misses if pick["link"] is None and pick["seq"] == 2048)
+    again = {row["member"]: row["ratio"] for row in family.published("recompute", dtype="float32")[0].metrics["rows"]}
+    states(
+        "family",
+        "by {:.1f} against the paper's explicit and {:.1f} against the strong one".format(*times(200)),
+        "by {:.1f} against both".format(*{round(ratio, 1) for ratio in times(1000)}),
+        f"right in {len(picks) - len(misses)} of {len(picks)} there",
+        f"the slowest at {min(pick['part'] for pick in picks):.2f}",
+        f"{100 * (same['Laga'] / same['Laga, overlap'] - 1):.0f} % apart",
+        "there recomputing takes {:.2f} to {:.2f} times as long".format(
+            *(again[f"{query}, recompute"] for query in ("heads", "latent"))
+        ),
+    )
 
 
 def test_correctness_over_a_whole_run() -> None:

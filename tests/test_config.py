@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
@@ -149,6 +150,8 @@ def test_from_hf_without_a_file(tmp_path: Path) -> None:
 
 
 def test_unknown_preset_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown preset"):
+        MLAConfig.preset([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown preset 'v3'") as caught:
         MLAConfig.preset("v3")
     assert all(name in str(caught.value) for name in PRESETS)
@@ -166,6 +169,14 @@ def test_unknown_preset_lists_the_known_ones() -> None:
         ({"norm": "batch"}, "known: 'rms', 'layer'"),
         ({"norm_eps": 0.0}, "norm_eps must be a positive number"),
         ({"norm_eps": math.nan}, "norm_eps must be a positive number"),
+        ({"norm_eps": math.inf}, "norm_eps must be a positive number"),
+        ({"rope_theta": math.inf}, "rope_theta must be a number above 1"),
+        ({"rope_theta": 10**400}, "rope_theta must be a number above 1"),
+        ({"hidden_size": 10**20}, "hidden_size must be at least 1 and at most"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": math.inf, "original_max_position_embeddings": 4096}},
+            "'factor'.*must be a number",
+        ),
         ({"rope_theta": -1.0}, "rope_theta must be a number above 1"),
         ({"rope_theta": math.nan}, "rope_theta must be a number above 1"),
         ({"causal": 1}, "causal must be True or False"),
@@ -183,6 +194,14 @@ def test_impossible_values_name_the_field(change: dict, message: str) -> None:
 def test_degree_must_be_a_whole_number(sp: object) -> None:
     with pytest.raises(ValueError, match="whole number of at least 1"):
         MLAConfig.preset("toy").check_degree(sp)
+
+
+def test_a_degree_for_very_many_heads_is_refused_at_once() -> None:
+    config = replace(MLAConfig.preset("toy"), num_attention_heads=10**9)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"sp among \[1, 2, 4, 5, 8, .*, 500000000, 1000000000\]"):
+        config.check_degree(3)
+    assert time.monotonic() - started < 1
 
 
 def test_degree_must_divide_the_heads() -> None:

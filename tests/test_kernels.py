@@ -370,4 +370,4 @@ def test_products_are_pytorchs_own_where_they_are_quick(monkeypatch):
     assert not products.slow(torch.zeros(1)) and not products.slow(torch.zeros(1).double())
     assert not products.slow(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
     x, weight = pair([(3, 5), (4, 5)], torch.float16)
-    assert products.linear(x, weight).grad_fn.name() != "_WidenedBackward"
+    assert "Widened" not in products.linear(x, weight).grad_fn.name()

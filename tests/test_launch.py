@@ -199,6 +199,10 @@ def test_a_time_limit_ends_a_hang(traces: Traces, tmp_path: Path) -> None:
 def leave(how: str) -> Any:
     if how == "exit code":
         os._exit(7)
+    if how == "without a word" and dist.get_rank() == 0:
+        os._exit(0)
+    if how == "without a word":
+        time.sleep(300)
     if how == "sys.exit":
         sys.exit("no more")
     return socket.socket()
@@ -210,11 +214,13 @@ def leave(how: str) -> Any:
         ("exit code", "rank 0 .*exit code 7"),
         ("sys.exit", "SystemExit: no more"),
         ("socket", "what rank 0 returned cannot be sent between processes"),
+        ("without a word", "rank 0 ended before its function did, without an error"),
     ],
 )
 def test_every_way_to_leave_is_reported(traces: Traces, how: str, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        launch(leave, how, nproc=1, timeout=60, env=traces.env, **REAL)
+        launch(leave, how, nproc=1 + (how == "without a word"), timeout=60, env=traces.env, **REAL)
+    assert traces.gone()
 
 
 SCRIPT = """
@@ -357,8 +363,13 @@ def test_in_a_notebook_kernel(traces: Traces) -> None:
         ({"timeout": 0}, ValueError, "timeout must be a positive number"),
         ({"timeout": float("inf")}, ValueError, "timeout must be a positive number"),
         ({"timeout": "5"}, TypeError, "timeout must be a number of seconds"),
-        ({"preload": "laga_core"}, TypeError, "preload must be a list of module names"),
-        ({"preload": [3]}, TypeError, "preload must be a list of module names"),
+        ({"preload": "laga_core"}, TypeError, "preload must be a list of names"),
+        ({"preload": [3]}, TypeError, "preload must be a list of names"),
+        ({"hosts": "node-a", "nnodes": 2, "endpoint": "127.0.0.1:9"}, TypeError, "hosts must be a list of names"),
+        ({"env": ["A=1"]}, TypeError, "env must map names"),
+        ({"endpoint": 29500}, TypeError, "endpoint must be a string"),
+        ({"interface": ["eth0"]}, TypeError, "interface must be a string"),
+        ({"backend": torch.device("cpu")}, TypeError, "backend must be a string"),
         ({"join_timeout": float("nan")}, ValueError, "join_timeout must be a positive number"),
         ({"nnodes": 2}, ValueError, "needs an endpoint with a port"),
         ({"endpoint": "29500"}, ValueError, "endpoint must be 'HOST:PORT'"),

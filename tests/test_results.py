@@ -93,6 +93,8 @@ def test_the_key_tells_kind_and_parameters_apart() -> None:
         ({"metrics": {"a": torch.tensor(1.0)}}, TypeError, r"metrics\.a is a Tensor"),
         ({"parameters": {"dtype": torch.bfloat16}}, TypeError, r"parameters\.dtype is a dtype"),
         ({"parameters": {1: 2}}, TypeError, "parameters has the key 1"),
+        ({"parameters": {"a": ["\ud800"]}}, ValueError, r"parameters\.a\[0\] is .* half a character"),
+        ({"metrics": {"\udfff": 1}}, ValueError, "a key of metrics is .* half a character"),
         ({"parameters": [1]}, TypeError, "parameters must be a mapping"),
     ],
 )
@@ -145,6 +147,7 @@ GOOD = record(provenance={}).to_json()
         ("", "Expecting value"),
         (GOOD[: len(GOOD) // 2], "not a valid record"),
         ("[]", "a record is a JSON object, this is list"),
+        (100_000 * "[", "recursion"),
         (GOOD.replace('"kind"', '"sort"'), "lacks kind"),
         (GOOD.replace('"schema"', '"note": 1, "schema"'), "has unknown fields note"),
         (GOOD.replace("1.5", "NaN"), "NaN is not a number"),
@@ -164,6 +167,25 @@ def test_a_damaged_file_is_named(store: Store, text: str, message: str) -> None:
             read()
     with pytest.warns(UserWarning, match=str(path)):
         assert [one.key for one in store.load("throughput", strict=False)] == [kept.stem]
+
+
+def test_a_folder_in_place_of_a_record_is_named(store: Store) -> None:
+    path = store.write(record())
+    path.unlink()
+    path.mkdir()
+    for read in (lambda: store.load("throughput"), lambda: store.find("throughput", "measured", record().parameters)):
+        with pytest.raises(ValueError, match=f"{path}: not a valid record: .*directory"):
+            read()
+
+
+def test_load_takes_known_names_and_true_for_no_number(store: Store) -> None:
+    store.write(record(parameters={"causal": True}))
+    assert store.load("throughput", causal=1) == []
+    assert len(store.load("throughput", causal=True)) == 1
+    with pytest.raises(ValueError, match="kind is 'measurd'; known: "):
+        store.load("throughput", kind="measurd")
+    with pytest.raises(ValueError, match="status is 'fine'; known: "):
+        store.load("throughput", status="fine")
 
 
 @pytest.fixture

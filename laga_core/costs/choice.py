@@ -40,6 +40,7 @@ from .symbols import (
 
 _HALF = sympy.Rational(1, 2)
 _TOKENS = BATCH * SEQ / SP  # of this rank
+_LEAST = 1e-24  # of what describes a machine: its costs stay numbers
 
 PARTS = ("projections", "attention", "sent", "outside", "hop", "hop_outside", "under_hop", "calls", "saved")
 """What a member's cost is made of, in operations and bytes: :func:`cost_parts`."""
@@ -69,8 +70,11 @@ class Machine:
             value = getattr(self, name)
             if value is None and name in ("slow_link", "attention_rate", "memory"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"Machine: {name} must be a positive number, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not _LEAST <= value <= 1 / _LEAST:
+                raise ValueError(
+                    f"Machine: {name} must be a positive number from {_LEAST:g} to {1 / _LEAST:g}, got {value!r}"
+                )
+        check_counts(ranks_per_node=self.ranks_per_node)
 
     @classmethod
     def typical(cls, device: str) -> Machine:
@@ -79,7 +83,7 @@ class Machine:
         An Ascend 910B and an A100 at about half their bf16 peak; links within and between nodes as the throughput in
         the Laga paper's tables 4 and 5 implies them for the former. For a CPU two processes on one machine.
         """
-        if device not in _TYPICAL:
+        if not isinstance(device, str) or device not in _TYPICAL:
             raise ValueError(f"no typical machine for {device!r}; known: {', '.join(_TYPICAL)}; describe yours")
         return cls(**_TYPICAL[device])
 

@@ -203,7 +203,7 @@ def communication(
 
 
 def _check_accounting(accounting: str) -> None:
-    if accounting not in ACCOUNTINGS:
+    if not isinstance(accounting, str) or accounting not in ACCOUNTINGS:
         raise ValueError(f"unknown accounting {accounting!r}; known: {', '.join(ACCOUNTINGS)}")
 
 

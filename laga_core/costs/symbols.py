@@ -57,18 +57,20 @@ def check_sizes(
 
 
 def check_counts(**counts: int) -> None:
-    """Raise ``ValueError`` unless each of these is a whole number of at least 1."""
+    """Raise ``ValueError`` unless each of these is a whole number of at least 1 that a float holds exactly."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if value > 1 << 53:
+            raise ValueError(f"{name} must be at most 2^53, got a number of {value.bit_length()} bits")
 
 
 def substitutions(
     config: MLAConfig, *, seq: int, sp: int, batch: int, dtype: torch.dtype, context: int = 1
 ) -> dict[sympy.Symbol, int]:
     """Numbers for the symbols of this module."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch dtype, got {dtype!r}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating torch dtype such as torch.bfloat16, got {dtype!r}")
     values: dict[sympy.Symbol, int] = {SEQ: seq, SP: sp, BATCH: batch, ITEMSIZE: dtype.itemsize, CONTEXT: context}
     for symbol in (HIDDEN, HEADS, NOPE, ROPE, VALUE, KV_LORA, Q_LORA):
         if (value := getattr(config, symbol.name)) is not None:

@@ -90,9 +90,9 @@ def run(store: Store, rerun: bool = False, patience: float = 0.0, **grid: Any) -
     return found
 
 
-def published(measure: str) -> list[Record]:
-    """Committed records of one measurement, of any machine."""
-    return results.published(EXPERIMENT, measure=measure)
+def published(measure: str, **parameters: Any) -> list[Record]:
+    """Committed records of one measurement, of any machine; those with these parameters."""
+    return results.published(EXPERIMENT, measure=measure, **parameters)
 
 
 def _without_name(measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -83,7 +83,7 @@ STRONG_EXPLICIT = {"key_rope": "headless", "packed": True}
 
 def resolve_form(name: str, options: Mapping[str, Any]) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """The form's function and its options completed with defaults; ``ValueError`` lists what is known."""
-    if name not in FORMS:
+    if not isinstance(name, str) or name not in FORMS:
         raise ValueError(f"unknown form {name!r}; known: {', '.join(FORMS)}, and auto in MLAAttention")
     form = FORMS[name]
     for key, value in options.items():

@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
 def check_kernel(name: str) -> None:
     """Raise ``ValueError`` listing the known kernels unless ``name`` is one, or ``"auto"``."""
-    if name != "auto" and name not in KERNELS:
+    if not isinstance(name, str) or name not in (*KERNELS, "auto"):
         raise ValueError(f"unknown kernel {name!r}; known: {', '.join(KERNELS)}, auto")
 
 

@@ -114,6 +114,7 @@ SIMULATED = ("eager", "tiled", "fused")
 """Kernels whose memory can be simulated."""
 
 DEVICES = ("accelerator", "cpu")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MOST_TOKENS, _MOST_LAYERS = 1 << 30, 1024
 
 
@@ -131,8 +132,8 @@ def _check(config: MLAConfig, kernel: str, seq: int, batch: int, layers: int, dt
         raise ValueError(f"layers must be a whole number from 1 to {_MOST_LAYERS}, got {layers!r}")
     if batch * seq > _MOST_TOKENS:
         raise ValueError(f"batch * seq = {batch * seq} tokens is more than can be simulated ({_MOST_TOKENS})")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating torch dtype such as torch.bfloat16, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     largest = config.num_attention_heads * batch * seq * max(seq, config.kv_lora_rank) * 8
     if largest > 2**62 or config.hidden_size * config.num_attention_heads * config.qk_head_dim > 2**58:
         raise ValueError("these sizes overflow 64-bit byte counts; choose a smaller seq, batch or configuration")
