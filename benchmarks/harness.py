@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+_WIDTH = 58  # of a name
 _QUIET = 0.1  # of the machine may be used by others in an undisturbed round
 
 
@@ -44,10 +45,10 @@ class Comparison:
 
     def __str__(self) -> str:
         verdict = "" if not self.wanted else "met" if self.met else "FALLS SHORT"
-        return f"{self.name:<46}{self.ours:>12}{self.theirs:>12}{self.ratio:>9.2f}  {self.wanted:<8}{verdict}"
+        return f"{self.name:<{_WIDTH}}{self.ours:>12}{self.theirs:>12}{self.ratio:>9.2f}  {self.wanted:<8}{verdict}"
 
 
-HEADER = f"{'':<46}{'ours':>12}{'theirs':>12}{'ratio':>9}  wanted"
+HEADER = f"{'':<{_WIDTH}}{'ours':>12}{'theirs':>12}{'ratio':>9}  wanted"
 
 
 def interleaved(
