@@ -313,6 +313,9 @@ def test_family_in_float32() -> None:
     picks = record.metrics["picks"]
     misses = [pick for pick in picks if not pick["right"]]
     assert [(pick["link"], pick["heads"]) for pick in misses] == [(None, 8), (1000, 8)] * 2
+    gigabit, slowest = (
+        pick for pick in picks if (pick["seq"], pick["heads"]) == (1024, 32) and pick["link"] is not None
+    )
     (same,) = (pick["measured"] for pick in misses if pick["link"] is None and pick["seq"] == 2048)
     again = {row["member"]: row["ratio"] for row in family.published("recompute", dtype="float32")[0].metrics["rows"]}
     states(
@@ -321,6 +324,13 @@ def test_family_in_float32() -> None:
         "by {:.1f} against both".format(*{round(ratio, 1) for ratio in times(1000)}),
         f"right in {len(picks) - len(misses)} of {len(picks)} there",
         f"the slowest at {min(pick['part'] for pick in picks):.2f}",
+        *(
+            text.format(*(pick["measured"][member] / pick["predicted"][member] for pick in (gigabit, slowest)))
+            for member, text in (
+                ("explicit", "explicit takes {:.1f} times as long as predicted at 1 Gbit/s and {:.1f} times at 200"),
+                ("latent only, overlap", "latent only with overlap {:.1f} and {:.1f} times"),
+            )
+        ),
         f"{100 * (same['Laga'] / same['Laga, overlap'] - 1):.0f} % apart",
         "there recomputing takes {:.2f} to {:.2f} times as long".format(
             *(again[f"{query}, recompute"] for query in ("heads", "latent"))

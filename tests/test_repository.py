@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -99,6 +100,25 @@ def test_readme_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)", text):
             if "://" not in target and not target.startswith("_build"):
                 assert (ROOT / target).exists(), f"{page} links to {target}"
+
+
+def shown_code(chapter: Path) -> list[str]:
+    """Lines of code that a chapter shows, its own and those of the objects that it includes."""
+    lines: list[str] = []
+    for kind, body in re.findall(r"```(\{literalinclude\} \S+|python|console)\n(.*?)```", chapter.read_text(), re.S):
+        if kind.startswith("{"):
+            source = (chapter.parent / kind.split()[1]).read_text()
+            name = re.search(r":pyobject: (\w+)", body)
+            node = next(n for n in ast.walk(ast.parse(source)) if name and getattr(n, "name", None) == name[1])
+            body = ast.get_source_segment(source, node) or ""
+        lines += body.splitlines()
+    return lines
+
+
+def test_code_in_chapters_fits_their_column() -> None:
+    shown = {chapter.name: shown_code(chapter) for chapter in (ROOT / "book").glob("*.md")}
+    assert any(line.startswith("def laga(") for line in shown["forms.md"])
+    assert not [(name, line) for name, lines in shown.items() for line in lines if len(line) > 85]
 
 
 def test_workflows_run_what_there_is() -> None:

@@ -42,7 +42,7 @@ def losses(records: Iterable[Record], title: str = "nats a token") -> AnyChart:
         alt.Chart(alt.InlineData(rows))
         .mark_line(strokeWidth=2.5)
         .encode(
-            x=alt.X("step:Q", title="step"),
+            x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=8)),
             y=alt.Y("loss:Q", title=f"loss, {title}"),
             color=form_colour(),
             strokeDash=alt.StrokeDash(

@@ -167,10 +167,12 @@ def sweep(
     layers: int = LAYERS,
     repeats: int = 3,
     device: str | None = None,
+    rerun: bool = False,
     **launch_options: Any,
 ) -> list[dict[str, Any]]:
-    """Tokens per second of each cell, forward and backward of a stack of MLA and MLP; cells in the store are kept.
+    """Tokens per second of each cell, forward and backward of a stack of MLA and MLP.
 
+    Cells in the store are kept, whatever code measured them (``commit`` says which), unless they are to ``rerun``.
     A cell that runs out of memory is a row with status ``oom`` and no rate. ``sps`` counts all ranks; with several
     nodes give ``nnodes`` among the ``launch_options``, and each runs its share.
     """
@@ -189,10 +191,16 @@ def sweep(
 
         machine = {"device": where.type, "nnodes": nnodes}
         record = run_cell(
-            store, EXPERIMENT, cell | machine, lambda device, nnodes, run=run, **cell: run(**cell), **hardware
+            store,
+            EXPERIMENT,
+            cell | machine,
+            lambda device, nnodes, run=run, **cell: run(**cell),
+            rerun=rerun,
+            **hardware,
         )
         rate = 1000 * seq / record.metrics["ms"] if record.status == "ok" else None
-        rows.append({**cell, "status": record.status, "tok_s": rate})
+        commit = (record.provenance["commit"] or "")[:7]
+        rows.append({**cell, "status": record.status, "tok_s": rate, "commit": commit})
     return rows
 
 

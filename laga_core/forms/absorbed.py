@@ -13,29 +13,39 @@ from .projections import Attend, Projections, local_heads
 
 
 def absorbed(
-    mla: Projections, hidden: Tensor, rotary: Rotary, attend: Attend, group: ProcessGroup | None, *, score: str
+    mla: Projections,
+    hidden: Tensor,
+    rotary: Rotary,
+    attend: Attend,
+    group: ProcessGroup | None,
+    *,
+    score: str,
 ) -> Tensor:
     """``[batch, seq/sp, hidden]`` to ``[batch, seq/sp, heads, v]``.
 
-    ``score="joint"`` forms one product over the latent and the rotary band together; ``"split"`` forms two score
-    matrices and adds them, as the paper's memory figures imply.
+    ``score="joint"`` forms one product over the latent and the rotary band together;
+    ``"split"`` forms two score matrices and adds them, as the paper's memory
+    implies.
     """
     c = mla.config
     q = mla.query(hidden, rotary)  # [batch, seq/sp, heads, nope + rope]
-    latent, k_rope = mla.latent(hidden, rotary)  # [batch, seq/sp, kv_lora], [batch, seq/sp, rope]
+    latent, k_rope = mla.latent(hidden, rotary)  # [.., seq/sp, kv_lora], [.., rope]
 
     q = sequence_to_heads(q, group)  # [batch, seq, heads/sp, nope + rope]
-    key = gather_sequence(torch.cat((latent, k_rope), dim=-1), group).unsqueeze(2)  # [batch, seq, 1, kv_lora + rope]
-    up_k, up_v = local_heads(mla, group).split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
+    gathered = gather_sequence(torch.cat((latent, k_rope), dim=-1), group)
+    key = gathered.unsqueeze(2)  # [batch, seq, 1, kv_lora + rope]
+    up = local_heads(mla, group)  # [heads/sp, nope + v, kv_lora]
+    up_k, up_v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
 
     q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
     q_absorbed = _each_head(q_nope, up_k)  # [batch, seq, heads/sp, kv_lora]
     value = key[..., : c.kv_lora_rank]  # [batch, seq, 1, kv_lora]
     if score == "joint":
-        q_absorbed = torch.cat((q_absorbed, q_rope), dim=-1)  # [batch, seq, heads/sp, kv_lora + rope]
+        q_absorbed = torch.cat((q_absorbed, q_rope), dim=-1)  # [.., kv_lora + rope]
         accumulator = attend(q_absorbed, key, value)
     else:
-        accumulator = attend((q_absorbed, q_rope), (value, key[..., c.kv_lora_rank :]), value)
+        keys = (value, key[..., c.kv_lora_rank :])
+        accumulator = attend((q_absorbed, q_rope), keys, value)
     out = _each_head(accumulator, up_v.transpose(1, 2))  # [batch, seq, heads/sp, v]
     return heads_to_sequence(out, group)
 

@@ -23,12 +23,15 @@ def explicit(
 ) -> Tensor:
     """``[batch, seq/sp, hidden]`` to ``[batch, seq/sp, heads, v]``.
 
-    ``key_rope="replicated"`` sends the rotary key once for each head, as the paper counts; ``"headless"`` sends it once
-    to each rank. ``packed``: query, key and value (and the rotary key) share one all-to-all.
+    ``key_rope="replicated"`` sends the rotary key once for each head, as the paper
+    counts; ``"headless"`` sends it once to each rank. ``packed``: query, key and
+    value (and the rotary key) share one all-to-all.
     """
+    c = mla.config
     q = mla.query(hidden, rotary)  # [batch, seq/sp, heads, nope + rope]
-    latent, k_rope = mla.latent(hidden, rotary)  # [batch, seq/sp, kv_lora], [batch, seq/sp, rope]
-    k, v = keys_and_values(mla.config, latent, mla.up_projection())  # [batch, seq/sp, heads, nope], [.., v]
+    latent, k_rope = mla.latent(hidden, rotary)  # [.., seq/sp, kv_lora], [.., rope]
+    up = mla.up_projection()
+    k, v = keys_and_values(c, latent, up)  # [batch, seq/sp, heads, nope], [.., v]
     shared = key_rope == "headless"
     if not shared:
         k = join_key(k, k_rope)  # [batch, seq/sp, heads, nope + rope]
@@ -36,7 +39,7 @@ def explicit(
     if packed:
         q, k, v, *rest = _exchange([q, k, v], [k_rope] if shared else [], group)
         k = join_key(k, *rest) if shared else k.contiguous()
-        q, v = q.contiguous(), v.contiguous()  # copies, so that what arrived does not stay alive through a part of it
+        q, v = q.contiguous(), v.contiguous()  # or all that arrived would stay alive
     else:
         q = sequence_to_heads(q, group)  # [batch, seq, heads/sp, nope + rope]
         k = sequence_to_heads(k, group)
