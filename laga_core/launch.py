@@ -83,21 +83,21 @@ def launch(
     Each rank finds the process group initialised (``torch.distributed``) and its device selected. ``fn`` may come from
     a module, a script or a notebook cell; it travels, as arguments and values do, by cloudpickle.
 
-    ``nproc``: ranks on this node; by default one a device, or 2 on a CPU; 0 where this node only coordinates.
-    ``nnodes``: nodes that run ranks. The others join by ``python -m laga_core join --endpoint HOST:PORT``; they run
-    ``nproc`` ranks each, unless told otherwise there.
-    ``device``, ``backend``: by default this machine's accelerator, and gloo, nccl or hccl as the device asks for.
-    ``timeout``: seconds ``fn`` may take, also the limit of one collective.
-    ``endpoint``: ``HOST:PORT`` at which this process listens; by default a free port on loopback, or with several nodes
-    ``LAGA_ENDPOINT``.
-    ``hosts``: names of the nodes that are to join, in rank order, so that an error can name who is missing (by default
-    ``LAGA_HOSTS``, comma-separated). ``join_timeout``: seconds they may take, and the ranks to connect.
-    ``interface``: network interface for gloo, NCCL and HCCL; by default the one that carries the endpoint, or with
-    several nodes ``LAGA_INTERFACE``.
-    ``env``: further environment variables for the ranks, such as ``NCCL_IB_HCA`` or ``HCCL_IF_BASE_PORT``.
-    ``threads_per_rank``: CPU threads; by default ``OMP_NUM_THREADS`` or an even share of the cores.
-    ``preload``: modules to import once a node instead of once a rank, where ranks run on the CPU; they must start no
-    threads. By default ``fn``'s own if it is of this package.
+    - ``nproc``: ranks on this node; by default one a device, or 2 on a CPU; 0 where this node only coordinates.
+    - ``nnodes``: nodes that run ranks. The others join by ``python -m laga_core join --endpoint HOST:PORT``; they run
+      ``nproc`` ranks each, unless told otherwise there.
+    - ``device``, ``backend``: by default this machine's accelerator, and gloo, nccl or hccl as the device asks for.
+    - ``timeout``: seconds ``fn`` may take, also the limit of one collective.
+    - ``endpoint``: ``HOST:PORT`` at which this process listens; by default a free port on loopback, or with several
+      nodes ``LAGA_ENDPOINT``.
+    - ``hosts``: names of the nodes that are to join, in rank order, so that an error can name who is missing (by
+      default ``LAGA_HOSTS``, comma-separated). ``join_timeout``: seconds they may take, and the ranks to connect.
+    - ``interface``: network interface for gloo, NCCL and HCCL; by default the one that carries the endpoint, or with
+      several nodes ``LAGA_INTERFACE``.
+    - ``env``: further environment variables for the ranks, such as ``NCCL_IB_HCA`` or ``HCCL_IF_BASE_PORT``.
+    - ``threads_per_rank``: CPU threads; by default ``OMP_NUM_THREADS`` or an even share of the cores.
+    - ``preload``: modules to import once a node instead of once a rank, where ranks run on the CPU; they must start no
+      threads. By default ``fn``'s own if it is of this package.
 
     Raises ``ValueError`` or ``TypeError`` for bad arguments, ``LaunchError`` with its number and traceback once a rank
     fails, ``LaunchTimeout`` past a time limit. However it ends, it leaves no process behind.

@@ -7,7 +7,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from . import charts, closed_form, mathml, offline
+from . import charts, closed_form, mathml, numbers, offline
 
 STATIC = Path(__file__).parent / "static"
 
@@ -22,5 +22,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     charts.setup(app)
     closed_form.setup(app)
     mathml.setup(app)
+    numbers.setup(app)
     offline.setup(app)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
