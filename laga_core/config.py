@@ -91,7 +91,7 @@ class MLAConfig:
         if self.num_attention_heads % sp:
             raise ValueError(
                 f"{self.num_attention_heads} heads cannot be split evenly over sp={sp} ranks; "
-                f"choose sp among {_divisors(self.num_attention_heads)}"
+                f"choose sp among {divisors(self.num_attention_heads)}"
             )
 
     @classmethod
@@ -134,7 +134,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The numbers that divide ``number``, in order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 

@@ -34,7 +34,7 @@ from .launch import LaunchError
 SCHEMA = 1
 KINDS = ("reported", "derived", "simulated", "emulated", "measured")
 STATUSES = ("ok", "oom", "failed")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|\bMemoryError\b|(CUDA|HIP|NPU|XPU) out of memory|DefaultCPUAllocator: (can't|not enough)"
 )
@@ -61,13 +61,13 @@ class Record:
         _check_name(self.experiment)
         _check_known("kind", self.kind, KINDS)
         _check_known("status", self.status, STATUSES)
-        if self.schema != SCHEMA:
+        if type(self.schema) is not int or self.schema != SCHEMA:
             raise ValueError(f"schema is {self.schema!r}, this version reads {SCHEMA}")
         for name in ("parameters", "metrics", "provenance"):
             value = getattr(self, name)
             if not isinstance(value, Mapping):
                 raise TypeError(f"{name} must be a mapping, got {value!r}")
-            object.__setattr__(self, name, _plain(value, name))
+            object.__setattr__(self, name, _unnested(value, name))
 
     @property
     def key(self) -> str:
@@ -77,7 +77,10 @@ class Record:
     @classmethod
     def from_json(cls, text: str) -> Record:
         """Read what :meth:`to_json` wrote. Raises ``ValueError`` or ``TypeError`` for anything else."""
-        data = json.loads(text, parse_constant=_no_constant)
+        try:
+            data = json.loads(text, parse_constant=_no_constant)
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
         if not isinstance(data, dict):
             raise ValueError(f"a record is a JSON object, this is {type(data).__name__}")
         fields = cls.__dataclass_fields__
@@ -102,7 +105,7 @@ class Store:
         """The file of a record."""
         _check_name(experiment)
         _check_known("kind", kind, KINDS)
-        return self.root / experiment / f"{_key(kind, _plain(parameters, 'parameters'))}.json"
+        return self.root / experiment / f"{_key(kind, _unnested(parameters, 'parameters'))}.json"
 
     def write(self, record: Record) -> Path:
         """Store ``record``, whole or not at all; it replaces an earlier one of the same kind and parameters.
@@ -147,7 +150,7 @@ class Store:
         for name, value, known in (("kind", kind, KINDS), ("status", status, STATUSES)):
             if value is not None:
                 _check_known(name, value, known)
-        wanted = _plain(parameters, "parameters")
+        wanted = _unnested(parameters, "parameters")
         records = []
         for path in sorted((self.root / experiment).glob("[!.]*.json")):
             try:
@@ -292,7 +295,7 @@ def _read(path: Path) -> Record:
         record = Record.from_json(path.read_text(encoding="utf-8"))
         if (path.parent.name, path.stem) != (record.experiment, record.key):
             raise ValueError("its name does not match its experiment, kind and parameters: it was moved or edited")
-    except (ValueError, TypeError, RecursionError, IsADirectoryError) as error:
+    except (ValueError, TypeError, IsADirectoryError) as error:
         raise ValueError(
             f"{path}: not a valid record: {error}. Restore the file, or delete it and run again"
         ) from error
@@ -309,11 +312,22 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
 
 
+def _unnested(value: Any, where: str) -> Any:
+    try:
+        return _plain(value, where)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply, or holds itself") from None
+
+
 def _plain(value: Any, where: str) -> Any:
     """``value`` as JSON gives it back; the error says where it is not."""
     if isinstance(value, str):
         return _text(value, where)
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if value.bit_length() > 1024:
+            raise ValueError(f"{where} is a number of {value.bit_length()} bits; at most 1024 can be read everywhere")
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -343,7 +357,9 @@ def _no_constant(name: str) -> None:
 
 def _check_name(experiment: Any) -> None:
     if not isinstance(experiment, str) or not _NAME.fullmatch(experiment):
-        raise ValueError(f"experiment must be a name of letters, digits, '-', '_' and '.', got {experiment!r}")
+        raise ValueError(
+            f"experiment must be a name of at most 100 letters, digits, '-', '_' and '.', got {experiment!r}"
+        )
 
 
 def _check_known(field_name: str, value: Any, known: tuple[str, ...]) -> None:

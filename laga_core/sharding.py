@@ -146,13 +146,14 @@ def unshard_sequence(
     The backward of the gather is a reduce-scatter: gradients of all ranks are summed. Raises ``ValueError`` as above,
     and where the ranks' shapes, dtypes or layouts differ, on every rank before any data moves.
     """
-    seq, problem = x.shape[dim] * degree(group), None
+    problem = None
     try:
-        check_layout(seq, degree(group), layout, context)
-    except ValueError as error:
-        problem = str(error)
+        check_layout(x.shape[dim] * degree(group), degree(group), layout, context)
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
+        problem = f"cannot gather along dim={dim!r} of {_in_words(x)}: {error}"
     meant = {"dim": str(dim), "layout": str(layout), "context": str(context)}
-    agree({"shape": str(list(x.shape)), "dtype": str(x.dtype), **meant}, problem, group, x.device)
+    agree({"part": _in_words(x), **meant}, problem, group, getattr(x, "device", torch.device("cpu")))
+    seq = x.shape[dim] * degree(group)
     order = TokenOrder.of_layout(seq, layout, context)
     rows = x.movedim(dim, 0).unsqueeze(0)  # [1, seq/sp, ...]
     whole = gather_sequence(rows.flatten(2) if x.dim() > 1 else rows.unsqueeze(-1), group)  # [1, seq, ...]
@@ -160,6 +161,10 @@ def unshard_sequence(
     if not order.in_order:
         whole = whole.index_select(0, order.sorting.to(x.device))
     return whole.movedim(0, dim)
+
+
+def _in_words(x: object) -> str:
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _concatenated(pieces: Sequence[range]) -> Tensor:

@@ -112,15 +112,27 @@ FORWARD: dict[str, tuple[Act, tuple[str, ...]]] = {
     ),
     "a part to gather longer on one rank": (
         lambda group, mla: unshard_sequence(shard(on_one(group, 2, 5, 4)), group),
-        ("shape is [2, 4, 64] on rank 0", "[2, 5, 64] on rank 2"),
+        ("part is torch.float32 [2, 4, 64] on rank 0", "torch.float32 [2, 5, 64] on rank 2"),
     ),
     "a part to gather in another dtype": (
         lambda group, mla: unshard_sequence(shard(dtype=precision_of(group)), group),
-        ("dtype is", "torch.float64 on rank 1"),
+        ("part is", "torch.float64 [2, 4, 64] on rank 1"),
+    ),
+    "no part to gather on one rank": (
+        lambda group, mla: unshard_sequence(on_one(group, 1, None, shard()), group),
+        ("rank 1: cannot gather along dim=1 of NoneType",),
+    ),
+    "a dimension to gather that is not there": (
+        lambda group, mla: unshard_sequence(shard(), group, dim=on_one(group, 3, 7, 1)),
+        ("rank 3: cannot gather along dim=7 of torch.float32 [2, 4, 64]",),
+    ),
+    "a context to gather that is no number": (
+        lambda group, mla: unshard_sequence(shard(), group, layout="zigzag", context=on_one(group, 0, "a", 2)),
+        ("rank 0: cannot gather",),
     ),
     "a layout to gather that does not fit": (
         lambda group, mla: unshard_sequence(shard(3), group, layout="zigzag", context=4),
-        ("rank 0: layout='zigzag' cuts the sequence",),
+        ("rank 0: cannot gather along dim=1", "layout='zigzag' cuts the sequence"),
     ),
     "local positions on every rank": (lambda group, mla: mla(shard(), torch.arange(4)), ("positions repeat",)),
 }

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_a_plan_for_the_slowest_and_the_fastest_machine_is_in_numbers(capsys: py
         assert main(["plan", *SIZES, "--rate", rate, "--node-link", link, "--slow-link", link, "--json"]) == 0
         text = capsys.readouterr().out
         assert json.loads(text)["best"]["seconds"] > 0 and not {"Infinity", "NaN"} & set(text.replace(",", "").split())
+
+
+def test_a_plan_for_very_many_ranks_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    assert main(["plan", "--model", "deepseek-v3", "--seq", str(2**50), "--sp", str(2**50), "--layers", "1"]) == 0
+    assert time.monotonic() - started < 10
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:

@@ -122,6 +122,20 @@ def test_tiled_does_not_suffer_from_large_scores():
     assert ours < difference("eager", shape, torch.bfloat16, True, spread=10.0) / 2
 
 
+@pytest.mark.parametrize(("score", "limit"), [(1e2, 2e-5), (1e4, 2e-3), (1e9, math.inf)])
+def test_probabilities_stay_probabilities_however_large_the_scores(score, limit):
+    """All scores equal: every probability is one over the keys seen. Backward has them from two large numbers."""
+    q, k = torch.full((1, 40, 2, 1), score, requires_grad=True), torch.ones(1, 40, 2, 1, requires_grad=True)
+    v = torch.randn(1, 40, 2, 6, requires_grad=True)
+    out = attention(q, k, v, scale=1.0, causal=True, kernel="tiled")
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    seen = torch.arange(1, 41)
+    want = (1 / seen).flip(0).cumsum(0).flip(0)[:, None, None].expand(40, 2, 6)
+    assert dq.isfinite().all() and dk.isfinite().all()
+    assert (dv[0] <= seen.flip(0)[:, None, None]).all()  # no query gives a key more than 1
+    assert ((dv[0] - want).abs() <= limit * want).all()
+
+
 sizes = st.integers(1, 40)
 
 
@@ -181,7 +195,7 @@ def test_backward_needs_row_sums_and_no_output():
     assert worst(got, want) < 1e-12
     scores = torch.einsum("bihd,bjhd->bihj", q, k) * 0.4
     scores.masked_fill_(torch.ones(20, 30).triu(11).bool()[:, None], -math.inf)
-    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(lse, scores.logsumexp(-1) / math.log(2))
 
 
 def test_only_inputs_output_and_log_sum_exp_are_saved():

@@ -80,19 +80,26 @@ def test_the_key_tells_kind_and_parameters_apart() -> None:
     assert record(metrics={}, status="oom").key == record().key
 
 
+SELF: list[Any] = []
+SELF.append(SELF)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"kind": "guessed"}, ValueError, "kind is 'guessed'; known: reported, derived, simulated, emulated, measured"),
         ({"status": "fine"}, ValueError, "status is 'fine'; known: ok, oom, failed"),
-        ({"experiment": "../away"}, ValueError, "experiment must be a name of letters"),
-        ({"experiment": ""}, ValueError, "experiment must be a name of letters"),
+        ({"experiment": "../away"}, ValueError, "experiment must be a name of at most 100 letters"),
+        ({"experiment": ""}, ValueError, "experiment must be a name of at most 100 letters"),
         ({"schema": 2}, ValueError, "schema is 2, this version reads 1"),
         ({"metrics": {"a": [1.0, {"b": float("nan")}]}}, ValueError, r"metrics\.a\[1\]\.b is nan"),
         ({"metrics": {"a": float("inf")}}, ValueError, r"metrics\.a is inf"),
         ({"metrics": {"a": torch.tensor(1.0)}}, TypeError, r"metrics\.a is a Tensor"),
         ({"parameters": {"dtype": torch.bfloat16}}, TypeError, r"parameters\.dtype is a dtype"),
         ({"parameters": {1: 2}}, TypeError, "parameters has the key 1"),
+        ({"parameters": {"a": SELF}}, ValueError, "parameters is nested too deeply, or holds itself"),
+        ({"metrics": {"a": 10**5000}}, ValueError, r"metrics\.a is a number of 16610 bits"),
+        ({"experiment": "a" * 300}, ValueError, "at most 100 letters"),
         ({"parameters": {"a": ["\ud800"]}}, ValueError, r"parameters\.a\[0\] is .* half a character"),
         ({"metrics": {"\udfff": 1}}, ValueError, "a key of metrics is .* half a character"),
         ({"parameters": [1]}, TypeError, "parameters must be a mapping"),
@@ -147,7 +154,8 @@ GOOD = record(provenance={}).to_json()
         ("", "Expecting value"),
         (GOOD[: len(GOOD) // 2], "not a valid record"),
         ("[]", "a record is a JSON object, this is list"),
-        (100_000 * "[", "recursion"),
+        (100_000 * "[", "nested too deeply"),
+        (GOOD.replace('"schema": 1', '"schema": true'), "schema is True"),
         (GOOD.replace('"kind"', '"sort"'), "lacks kind"),
         (GOOD.replace('"schema"', '"note": 1, "schema"'), "has unknown fields note"),
         (GOOD.replace("1.5", "NaN"), "NaN is not a number"),

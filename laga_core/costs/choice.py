@@ -8,6 +8,7 @@ planner does the same with the same expressions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -16,7 +17,7 @@ from typing import Any
 import sympy
 import torch
 
-from ..config import MLAConfig
+from ..config import MLAConfig, divisors
 from ..forms import STRONG_EXPLICIT, check_form, resolve_form
 from ..sharding import check_layout
 from . import memory
@@ -291,8 +292,9 @@ def members(config: MLAConfig, seq: int, sp: int, layout: str = "contiguous") ->
         yield "explicit", {}
         yield "explicit", dict(STRONG_EXPLICIT)
     queries = ("heads",) if config.q_lora_rank is None else ("heads", "latent")
-    for context in range(1, sp + 1):
-        if sp % context or config.num_attention_heads % (sp // context) or (layout == "zigzag" and seq % (2 * context)):
+    for within in reversed(divisors(math.gcd(sp, config.num_attention_heads))):
+        context = sp // within
+        if layout == "zigzag" and seq % (2 * context):
             continue
         yield from (("laga", options) for options in laga_options(context, layout, queries, overlap=sp > 1))
     if shared:

@@ -6,6 +6,7 @@ this is :func:`laga_core.forms.laga.laga`. The sp = U·R ranks lie as :mod:`laga
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from ..config import MLAConfig
+from ..config import MLAConfig, divisors
 from ..parallel import (
     Topology,
     begin_gather,
@@ -127,7 +128,7 @@ def check_family(config: MLAConfig, sp: int, options: Mapping[str, Any]) -> None
         config.check_degree(sp)
     within = split_degree(sp, context)
     if heads % within:
-        fitting = [r for r in range(1, sp + 1) if sp % r == 0 and heads % (sp // r) == 0]
+        fitting = [sp // each for each in reversed(divisors(math.gcd(sp, heads)))]
         raise ValueError(
             f"{heads} heads cannot be split evenly over sp/context = {within} ranks (sp={sp}, context={context}); "
             f"choose context among {fitting}"

@@ -56,7 +56,7 @@ class _Tiled(torch.autograd.Function):
 
 @torch.no_grad()
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention, and the natural logarithm of each row's softmax denominator.
+    """Attention, and the logarithm to base 2 of each row's softmax denominator.
 
     Shapes as in :func:`laga_core.kernels.attention`. Returns out ``[batch, s_q, heads, dim_v]`` in the dtype of q and
     lse ``[batch, s_q, heads]`` in float32 (float64 for float64). Nothing is recorded for autograd.
@@ -78,7 +78,7 @@ def backward(
     """Gradients of q, k and v, from the ``lse`` of :func:`forward` and the ``delta`` of :func:`row_sums`."""
     plan = _Plan.of(q, k, causal)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    delta, peak = delta.unsqueeze(-1), lse.unsqueeze(-1) * _LOG2E
+    delta, peak = delta.unsqueeze(-1), lse.unsqueeze(-1)
     tiles = _Scratch(plan, q)
     for batch, heads, kv_heads in plan.parts():
         mine, keys = (batch, slice(None), heads), (batch, slice(None), kv_heads)
@@ -119,7 +119,7 @@ def _forward_part(
             total[:, here].mul_(fade).add_(weights.sum(-1, keepdim=True))
             _add_product(mean[:, here].mul_(fade), tiles.narrow(weights), _rows(v, keys))
         _store(mean.div_(total), out[:, first:last], groups)
-        _store(total.log2_().add_(peak).div_(_LOG2E), lse[:, first:last], groups)
+        _store(total.log2_().add_(peak), lse[:, first:last], groups)
 
 
 def _backward_part(
@@ -145,7 +145,8 @@ def _backward_part(
         for tile in plan.tiles(first, last):
             block, near = plan.rows(tile), slice(tile.start, tile.stop)
             tq, tdout, tk, tv = _rows(q, block), _rows(dout, block), _rows(k, near), _rows(v, near)
-            weights = tiles.scores(tile, tq, tk, scale * _LOG2E, minus=peak[:, block]).exp2_()
+            weights = tiles.scores(tile, tq, tk, scale * _LOG2E, minus=peak[:, block])
+            weights.clamp_(max=0).exp2_()  # no more than 1, however large the numbers whose difference this is
             _add_product(v_sum[:, near], tiles.narrow(weights).mT, tdout)
             dweights = tiles.product(1, tdout, tv, minus=delta[:, block])
             dscores = tiles.narrow(weights.mul_(dweights))
