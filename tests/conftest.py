@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,10 @@ from needs import unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 HTML = ROOT / "_build" / "html"
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background jobs ignore it, and so would their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the tests' products are small: threads would mostly wait for each other
 
 
