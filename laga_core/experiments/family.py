@@ -6,9 +6,11 @@ Ranks are processes in network namespaces of this machine (:mod:`laga_core.exper
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -21,8 +23,8 @@ from ..attention import MLAAttention
 from ..config import MLAConfig
 from ..costs import Machine, communication, cost
 from ..forms import STRONG_EXPLICIT
+from ..forms.projections import join_key, keys_and_values
 from ..kernels import attention
-from ..kernels.products import linear
 from ..memory import simulate_memory
 from ..results import Record, Store, run_cell
 from ..rotary import softmax_scale
@@ -31,6 +33,7 @@ from .quiet import Quiet, timed
 
 EXPERIMENT = "family"
 Member = tuple[str, dict[str, Any]]
+_LATE = 0.005  # seconds; much longer than it takes two ranks to tell each other that they are there
 
 MEMBERS: dict[str, Member] = {
     "explicit": ("explicit", {}),
@@ -68,15 +71,15 @@ GRID = {"links": [None, 1000, 200], "seqs": [512, 1024, 2048], "heads": [8, 32],
 def run(store: Store, rerun: bool = False, patience: float = 0.0, **grid: Any) -> dict[str, Record]:
     """Every emulated measurement of this module, a record each, taken from the store if it is there.
 
-    ``patience``: as in :func:`step_times`, for each timed measurement. ``grid`` replaces some of :data:`GRID`; its
-    ``dtype``, if given, is the name of the dtype of all that is timed. Raises ``RuntimeError`` where this machine
-    cannot emulate a cluster.
+    ``patience``: as in :func:`step_times`, for each timed measurement. ``grid`` replaces some of :data:`GRID`, or adds
+    ``dtype``, the name of the dtype of all that is timed, or ``seconds``, as in :func:`step_times`. Raises
+    ``RuntimeError`` where this machine cannot emulate a cluster.
     """
-    precision = {name: grid[name] for name in ("dtype",) if name in grid}
+    timing: dict[str, Any] = {name: grid[name] for name in ("dtype", "seconds") if name in grid}
     cells: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
         "step times": ({**GRID, **grid}, partial(_grid_metrics, patience=patience)),
         "recompute": (
-            {"seq": 4096, "heads": 32, "repeats": 5, **precision},
+            {"seq": 4096, "heads": 32, "repeats": 5, **timing},
             lambda **sizes: {"rows": recompute_cost(**sizes, patience=patience)},
         ),
         "node bytes": ({"seq": 512}, lambda **sizes: {"rows": node_bytes(**sizes)}),
@@ -110,9 +113,10 @@ def _grid_metrics(
     repeats: int,
     patience: float,
     dtype: str = "bfloat16",
+    seconds: float = 0.0,
 ) -> dict[str, Any]:
     machines = calibrate(links, patience, dtype=dtype)
-    rows = step_times(links, seqs, heads, repeats=repeats, timeout=3600, patience=patience, dtype=dtype)
+    rows = step_times(links, seqs, heads, None, repeats, 3600, patience, dtype, seconds)
     return {
         "rows": rows,
         "machines": [{"link": link, **asdict(machine)} for link, machine in machines.items()],
@@ -132,24 +136,41 @@ def step_times(
     timeout: float = 900.0,
     patience: float = 0.0,
     dtype: str = "bfloat16",
+    seconds: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Median seconds of forward and backward at sp 2, each rank on a node of its own, for each link in Mbit/s.
+    """Seconds of forward and backward at sp 2, each rank on a node of its own, for each link in Mbit/s.
 
-    One run: the members take turns, ``repeats`` times at each setting. Rows with ``link``, ``seq``, ``heads``,
-    ``member``, ``seconds`` (the slower rank's), and ``sent_bytes``, counted on the interface. On a busy machine up to
-    ``patience`` seconds in all are spent waiting for moments when nobody else computes (:class:`.quiet.Quiet`);
-    ``quiet`` is the part of a member's steps that had one.
+    One run: the members take turns, for ``repeats`` rounds at each setting, and for more until ``seconds`` have passed
+    there. Rows with ``link``, ``seq``, ``heads``, ``member``, ``seconds`` (:func:`typical_seconds` of the slower
+    rank's), ``rounds``, and ``sent_bytes``, counted on the interface. On a busy machine up to ``patience`` seconds in
+    all are spent waiting for moments when nobody else computes (:class:`.quiet.Quiet`); ``quiet`` is the part of a
+    member's steps that had one.
     """
     members = dict(members or MEMBERS)
-    limit = timeout + patience
-    settings = (list(links), list(seqs), list(heads), members, repeats, patience, dtype)
+    limit = timeout + patience + seconds * len(links) * len(seqs) * len(heads)
+    settings = (list(links), list(seqs), list(heads), members, repeats, patience, dtype, seconds)
     per_rank = netns.run(_step_times, *settings, timeout=limit)
     rows = []
     for both in zip(*per_rank, strict=True):
-        row = {**both[0], "sent_bytes": max(each["sent_bytes"] for each in both)}
-        row["seconds"] = statistics.median(map(max, zip(*(each["seconds"] for each in both), strict=True)))
-        rows.append(row)
+        slower = [max(times) for times in zip(*(each["seconds"] for each in both), strict=True)]
+        sent = max(each["sent_bytes"] for each in both)
+        rows.append({**both[0], "seconds": slower, "rounds": len(slower), "sent_bytes": sent})
+    for first in range(0, len(rows), len(members)):  # one setting's
+        setting = rows[first : first + len(members)]
+        for row, typical in zip(setting, typical_seconds([row["seconds"] for row in setting]), strict=True):
+            row["seconds"] = typical
     return rows
+
+
+def typical_seconds(times: Sequence[Sequence[float]]) -> list[float]:
+    """Each member's typical time, from its ``times`` in rounds in which all members took turns.
+
+    The median over the rounds of its time in units of the round's median, times the median round. What slows a whole
+    round so falls on none of its members: that halves the scatter which plain medians have on a shared machine.
+    """
+    rounds = [statistics.median(each) for each in zip(*times, strict=True)]
+    usual = statistics.median(rounds)
+    return [usual * statistics.median(t / r for t, r in zip(each, rounds, strict=True)) for each in times]
 
 
 def _step_times(
@@ -160,6 +181,7 @@ def _step_times(
     repeats: int,
     patience: float,
     dtype: str,
+    seconds: float,
 ) -> list[dict[str, Any]]:
     """On a rank: each setting's members in turn."""
     rows, quiet = [], Quiet(patience)
@@ -172,25 +194,36 @@ def _step_times(
                 netns.shape(link)
                 times = {name: timed(step) for name, step in steps.items()}  # what is made once is made here
                 sent = {name: time_[1] for name, time_ in times.items()}
-                seconds: dict[str, list[tuple[float, bool]]] = {name: [] for name in steps}
+                took: dict[str, list[tuple[float, bool]]] = {name: [] for name in steps}
                 names = list(steps)
-                for turn in range(repeats):
+                for turn in _rounds(repeats, seconds):
                     for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                        seconds[name].append(quiet.timed(steps[name]))
+                        took[name].append(quiet.timed(steps[name]))
                 rows += [
                     {
                         "link": link,
                         "seq": seq,
                         "heads": count,
                         "member": name,
-                        "seconds": [each for each, _ in seconds[name]],
+                        "seconds": [each for each, _ in took[name]],
                         "sent_bytes": sent[name],
-                        "quiet": statistics.mean(alone for _, alone in seconds[name]),
+                        "quiet": statistics.mean(alone for _, alone in took[name]),
                     }
                     for name in names
                 ]
     netns.shape(None)
     return rows
+
+
+def _rounds(repeats: int, seconds: float) -> Iterator[int]:
+    """Numbers of ``repeats`` rounds, and of more until ``seconds`` have passed on rank 0; the same on all ranks."""
+    end = time.monotonic() + seconds
+    for turn in itertools.count():
+        more = torch.tensor(turn < repeats or time.monotonic() < end)
+        dist.broadcast(more, 0)
+        if not more:
+            return
+        yield turn
 
 
 def _step(
@@ -217,7 +250,12 @@ def speedups(rows: Iterable[Mapping[str, Any]], against: str = "explicit") -> li
 
 
 def recompute_cost(
-    seq: int = 4096, heads: int = 32, repeats: int = 5, patience: float = 0.0, dtype: str = "bfloat16"
+    seq: int = 4096,
+    heads: int = 32,
+    repeats: int = 5,
+    patience: float = 0.0,
+    dtype: str = "bfloat16",
+    seconds: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Step times with and without recomputation on an unshaped link, as :func:`step_times`; ``ratio`` is its price."""
     members: dict[str, Member] = {}
@@ -225,7 +263,7 @@ def recompute_cost(
         members[f"{query}, keep"] = ("laga", {"query": query})
         members[f"{query}, recompute"] = ("laga", {"query": query, "recompute": True})
         members[f"{query}, recompute by 2 heads"] = ("laga", {"query": query, "recompute": True, "head_chunk": 2})
-    rows = step_times((None,), (seq,), (heads,), members, repeats, patience=patience, dtype=dtype)
+    rows = step_times((None,), (seq,), (heads,), members, repeats, 900, patience, dtype, seconds)
     kept = {r["member"].split(",")[0]: r["seconds"] for r in rows if r["member"].endswith("keep")}
     return [{**r, "ratio": r["seconds"] / kept[r["member"].split(",")[0]]} for r in rows]
 
@@ -302,7 +340,13 @@ def saved(preset: str = "deepseek-v3", seq: int = 16384, sp: int = 8, layers: in
 def calibrate(
     links: Sequence[float | None], patience: float = 0.0, timeout: float = 300.0, dtype: str = "bfloat16"
 ) -> dict[float | None, Machine]:
-    """This machine as the cost model sees it, for each link: rates at one size, the link by one all-to-all."""
+    """This machine as the cost model sees it, for each link: rates at one size, the link by one all-to-all.
+
+    The projections' rate is that of unfolding a latent to keys and values: there alone members differ in arithmetic.
+
+    One rank comes late to that all-to-all, as in a step one always does. Then gloo sends the two ways in turn, since
+    what asks for the late rank's share waits behind the other's: half of the rate of ranks that come together.
+    """
     found = netns.run(_calibrate, list(links), patience, dtype, timeout=timeout + patience)[0]
     return {
         link: Machine(found["rate"], bandwidth, bandwidth, 1, found["attention_rate"], latency)
@@ -313,39 +357,53 @@ def calibrate(
 def _calibrate(links: list[float | None], patience: float, dtype: str) -> dict[str, Any]:
     quiet = Quiet(patience)
     precision = getattr(torch, dtype)
-    seq, heads, dim = 1024, 16, 1024
-    weight = torch.randn(4 * dim, dim, dtype=precision, requires_grad=True)
-    x = torch.randn(seq // 2, dim, dtype=precision, requires_grad=True)
-    q, k = (torch.randn(1, seq, heads, 192, dtype=precision, requires_grad=True) for _ in range(2))
-    v = torch.randn(1, seq, heads, 128, dtype=precision, requires_grad=True)
-    scale = softmax_scale(emulated_config(heads))
+    seq, heads = 1024, 16
+    config = emulated_config(heads)
 
-    def projection() -> None:
-        linear(x, weight).sum().backward()
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=precision, requires_grad=True)
+
+    latent, band = tensor(1, seq, config.kv_lora_rank), tensor(1, seq, config.qk_rope_head_dim)
+    up = tensor(heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+    q, k, v = (tensor(1, seq, heads, dim) for dim in (config.qk_head_dim, config.qk_head_dim, config.v_head_dim))
+
+    def unfold() -> None:
+        k_nope, values = keys_and_values(config, latent, up)
+        made = join_key(k_nope, band), values.contiguous()
+        torch.autograd.backward(made, (k.detach(), v.detach()))
 
     def attend() -> None:
-        attention(q, k, v, scale=scale, causal=True, kernel="tiled").sum().backward()
+        attention(q, k, v, scale=softmax_scale(config), causal=True, kernel="tiled").sum().backward()
 
-    rate = 6 * x.numel() * weight.shape[0] / _median(projection, quiet)
-    attention_rate = 3.5 * 2 * seq**2 / 2 * heads * 320 / _median(attend, quiet)
+    rate = 6 * latent.numel() * up[..., 0].numel() / _median(unfold, quiet)
+    attention_rate = 3.5 * 2 * seq**2 / 2 * heads * (config.qk_head_dim + config.v_head_dim) / _median(attend, quiet)
     speeds: dict[float | None, tuple[float, float]] = {}
     for link in links:
         dist.barrier()
         netns.shape(link)
-        small, large = (_exchange_seconds(size, quiet) for size in (2048, 8_000_000))
+        small, large = (_exchange_seconds(size, quiet, repeats) for size, repeats in ((2048, 21), (8_000_000, 7)))
         speeds[link] = (4_000_000 / max(large - small, 1e-6), small)
     netns.shape(None)
     return {"rate": rate, "attention_rate": attention_rate, "links": speeds}
 
 
-def _exchange_seconds(size: int, quiet: Quiet) -> float:
-    out = torch.empty(size, dtype=torch.uint8)
-    return _median(lambda: dist.all_to_all_single(out, torch.zeros(size, dtype=torch.uint8)), quiet)
+def _exchange_seconds(size: int, quiet: Quiet, repeats: int) -> float:
+    """From when the second of two ranks comes to an all-to-all until both have ended it."""
+    received, sent = torch.empty(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+
+    def exchange() -> None:
+        time.sleep(_LATE * dist.get_rank())
+        dist.all_to_all_single(received, sent)
+
+    return _median(exchange, quiet, repeats) - _LATE
 
 
-def _median(run: Callable[[], Any], quiet: Quiet, repeats: int = 5) -> float:
+def _median(run: Callable[[], Any], quiet: Quiet, repeats: int = 15) -> float:
+    """Of the slowest rank."""
     run()
-    return statistics.median(quiet.timed(run)[0] for _ in range(repeats))
+    times = torch.tensor([quiet.timed(run)[0] for _ in range(repeats)], dtype=torch.float64)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return statistics.median(times.tolist())
 
 
 def picks(
