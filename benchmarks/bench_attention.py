@@ -20,6 +20,7 @@ import torch.distributed as dist
 from laga_core import MLAAttention, MLAConfig, launch
 from laga_core.kernels import products
 
+from . import floor
 from .harness import Comparison, faster, interleaved, operators
 
 
@@ -30,13 +31,16 @@ def compare() -> Iterator[Comparison]:
         ours(), reference()
         names = (str(dtype).removeprefix("torch.") for dtype in (mine, theirs))
         name = "Laga {}, transformers {}: V2-Lite, seq 2048".format(*names)
-        yield faster(name, ours, reference, at_least=1.5, repeats=5, seconds=60)
+        yield faster(name, ours, reference, _products(2048, mine), at_least=1.5, repeats=5, seconds=60)
 
     seconds, profiles = launch(_on_two_ranks, nproc=2, device="cpu", threads_per_rank=1, timeout=300)[0]
     for other, at_least in (("explicit", 1.0), ("ulysses", 1.2)):
         mine, theirs = (f"{1e3 * seconds[who]:.0f} ms" for who in ("laga", other))
-        name, ratio = f"Laga, {other}: sp 2, seq 1024, bf16", seconds[other] / seconds["laga"]
-        yield Comparison(name, mine, theirs, ratio, at_least, profile=partial(_both, profiles, "laga", other))
+        ratio, bound = (seconds[other] / seconds[who] for who in ("laga", "laga, nothing sent"))
+        profile = partial(_both, profiles, "laga", other)
+        yield Comparison(
+            f"Laga, {other}: sp 2, seq 1024, bf16", mine, theirs, ratio, at_least, bound=bound, profile=profile
+        )
 
 
 def _both(profiles: dict[str, str], *names: str) -> str:
@@ -64,6 +68,20 @@ def _transformers(seq: int, dtype: torch.dtype) -> Callable[[], object]:
     hidden = torch.randn(1, seq, ours.hidden_size, dtype=dtype, requires_grad=True)
     rotary = reference.DeepseekV3RotaryEmbedding(config)(hidden, torch.arange(seq)[None])
     return lambda: layer(hidden, rotary, None)[0].sum().backward()
+
+
+def _products(seq: int, dtype: torch.dtype) -> Callable[[], object]:
+    c = MLAConfig.preset("deepseek-v2-lite")
+    heads, latent = c.num_attention_heads, c.kv_lora_rank
+    sizes = [
+        (c.hidden_size, heads * c.qk_head_dim),
+        (c.hidden_size, latent + c.qk_rope_head_dim),
+        (latent, heads * (c.qk_nope_head_dim + c.v_head_dim)),
+        (heads * c.v_head_dim, c.hidden_size),
+    ]
+    return floor.both(
+        floor.projections(seq, sizes, dtype), floor.attention(seq, heads, c.qk_head_dim, c.v_head_dim, dtype)
+    )
 
 
 def _on_two_ranks(seq: int = 1024) -> tuple[dict[str, float], dict[str, str]]:
@@ -97,6 +115,16 @@ def _on_two_ranks(seq: int = 1024) -> tuple[dict[str, float], dict[str, str]]:
         ):
             plain()
 
-    layers = {"laga": step("laga"), "explicit": plain, "ulysses": ulysses}
+    laga = step("laga")
+
+    def nothing_sent() -> None:
+        def receive(received: torch.Tensor, *_: object, **__: object) -> None:
+            received.zero_()
+
+        names = ("all_to_all_single", "all_gather_single", "reduce_scatter_single")
+        with mock.patch.multiple(dist, **dict.fromkeys(names, receive)):
+            laga()
+
+    layers = {"laga": laga, "explicit": plain, "ulysses": ulysses, "laga, nothing sent": nothing_sent}
     profiles = {name: operators(run) for name, run in layers.items()}
     return interleaved(layers, repeats=7), profiles

@@ -22,7 +22,10 @@ _QUIET = 0.1  # of the machine may be used by others in an undisturbed round
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours against theirs; ``ratio`` is wanted ``at_least`` or ``at_most`` so much (``None``: just to know)."""
+    """Ours against theirs; ``ratio`` is wanted ``at_least`` or ``at_most`` so much (``None``: just to know).
+
+    ``bound``: what the ratio would be if ours took no longer than its matrix products (:mod:`.floor`), or sent nothing.
+    """
 
     name: str
     ours: str
@@ -30,6 +33,7 @@ class Comparison:
     ratio: float
     at_least: float | None = None
     at_most: float | None = None
+    bound: float | None = None
     profile: Callable[[], str] | None = None  # explains a ratio that falls short
 
     @property
@@ -45,10 +49,12 @@ class Comparison:
 
     def __str__(self) -> str:
         verdict = "" if not self.wanted else "met" if self.met else "FALLS SHORT"
-        return f"{self.name:<{_WIDTH}}{self.ours:>12}{self.theirs:>12}{self.ratio:>9.2f}  {self.wanted:<8}{verdict}"
+        bound = "" if self.bound is None else f"{self.bound:.2f}"
+        figures = f"{self.ours:>12}{self.theirs:>12}{self.ratio:>9.2f}{bound:>9}"
+        return f"{self.name:<{_WIDTH}}{figures}  {self.wanted:<8}{verdict}"
 
 
-HEADER = f"{'':<{_WIDTH}}{'ours':>12}{'theirs':>12}{'ratio':>9}  wanted"
+HEADER = f"{'':<{_WIDTH}}{'ours':>12}{'theirs':>12}{'ratio':>9}{'bound':>9}  wanted"
 
 
 def interleaved(
@@ -95,17 +101,17 @@ def faster(
     name: str,
     ours: Callable[[], object],
     theirs: Callable[[], object],
+    floor: Callable[[], object],
     *,
     at_least: float | None = None,
     repeats: int = 5,
     seconds: float = math.inf,
 ) -> Comparison:
-    """How many times faster ``ours`` is; see :func:`interleaved`."""
-    took = interleaved({"ours": ours, "theirs": theirs}, repeats, spare=repeats, seconds=seconds)
+    """How many times faster ``ours`` is, and ``floor`` would be; see :func:`interleaved`."""
+    took = interleaved({"ours": ours, "theirs": theirs, "floor": floor}, repeats, spare=repeats, seconds=seconds)
     mine, other = (f"{1e3 * took[who]:.0f} ms" for who in ("ours", "theirs"))
-    return Comparison(
-        name, mine, other, took["theirs"] / took["ours"], at_least=at_least, profile=lambda: operators(ours)
-    )
+    ratio, bound = (took["theirs"] / took[who] for who in ("ours", "floor"))
+    return Comparison(name, mine, other, ratio, at_least, bound=bound, profile=lambda: operators(ours))
 
 
 def smaller(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..kernels import attention
 from ..memory import simulate_memory
 from ..results import Record, Store, run_cell
 from ..rotary import softmax_scale
-from . import netns
+from . import duplex, netns
 from .quiet import Quiet, timed
 
 EXPERIMENT = "family"
@@ -81,6 +82,10 @@ def run(store: Store, rerun: bool = False, patience: float = 0.0, **grid: Any) -
         "recompute": (
             {"seq": 4096, "heads": 32, "repeats": 5, **timing},
             lambda **sizes: {"rows": recompute_cost(**sizes, patience=patience)},
+        ),
+        "both ways": (
+            {"links": [1000, 200], "seqs": [1024], "heads": [32], "repeats": 5, **timing},
+            lambda **sizes: {"rows": step_times(**sizes, patience=patience, both_ways=True)},
         ),
         "node bytes": ({"seq": 512}, lambda **sizes: {"rows": node_bytes(**sizes)}),
     }
@@ -137,6 +142,7 @@ def step_times(
     patience: float = 0.0,
     dtype: str = "bfloat16",
     seconds: float = 0.0,
+    both_ways: bool = False,
 ) -> list[dict[str, Any]]:
     """Seconds of forward and backward at sp 2, each rank on a node of its own, for each link in Mbit/s.
 
@@ -144,19 +150,20 @@ def step_times(
     there. Rows with ``link``, ``seq``, ``heads``, ``member``, ``seconds`` (:func:`typical_seconds` of the slower
     rank's), ``rounds``, and ``sent_bytes``, counted on the interface. On a busy machine up to ``patience`` seconds in
     all are spent waiting for moments when nobody else computes (:class:`.quiet.Quiet`); ``quiet`` is the part of a
-    member's steps that had one.
+    member's steps that had one. ``both_ways``: each member also takes a turn with the collectives of :mod:`.duplex`
+    instead of gloo's, and rows say which they are by ``both_ways``.
     """
     members = dict(members or MEMBERS)
     limit = timeout + patience + seconds * len(links) * len(seqs) * len(heads)
-    settings = (list(links), list(seqs), list(heads), members, repeats, patience, dtype, seconds)
+    settings = (list(links), list(seqs), list(heads), members, repeats, patience, dtype, seconds, both_ways)
     per_rank = netns.run(_step_times, *settings, timeout=limit)
     rows = []
     for both in zip(*per_rank, strict=True):
         slower = [max(times) for times in zip(*(each["seconds"] for each in both), strict=True)]
         sent = max(each["sent_bytes"] for each in both)
         rows.append({**both[0], "seconds": slower, "rounds": len(slower), "sent_bytes": sent})
-    for first in range(0, len(rows), len(members)):  # one setting's
-        setting = rows[first : first + len(members)]
+    for _, each in itertools.groupby(rows, itemgetter("link", "seq", "heads")):
+        setting = list(each)
         for row, typical in zip(setting, typical_seconds([row["seconds"] for row in setting]), strict=True):
             row["seconds"] = typical
     return rows
@@ -182,19 +189,23 @@ def _step_times(
     patience: float,
     dtype: str,
     seconds: float,
+    both_ways: bool,
 ) -> list[dict[str, Any]]:
     """On a rank: each setting's members in turn."""
     rows, quiet = [], Quiet(patience)
     for count in heads:
         config = emulated_config(count)
         for seq in seqs:
-            steps = {name: _step(config, seq, form, options, dtype) for name, (form, options) in members.items()}
+            plain = {name: _step(config, seq, form, options, dtype) for name, (form, options) in members.items()}
+            steps = {(name, False): step for name, step in plain.items()}
+            if both_ways:
+                steps |= {(name, True): partial(duplex.both_ways, step) for name, step in plain.items()}
             for link in links:
                 dist.barrier()
                 netns.shape(link)
                 times = {name: timed(step) for name, step in steps.items()}  # what is made once is made here
                 sent = {name: time_[1] for name, time_ in times.items()}
-                took: dict[str, list[tuple[float, bool]]] = {name: [] for name in steps}
+                took: dict[tuple[str, bool], list[tuple[float, bool]]] = {name: [] for name in steps}
                 names = list(steps)
                 for turn in _rounds(repeats, seconds):
                     for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -204,7 +215,8 @@ def _step_times(
                         "link": link,
                         "seq": seq,
                         "heads": count,
-                        "member": name,
+                        "member": name[0],
+                        "both_ways": name[1],
                         "seconds": [each for each, _ in took[name]],
                         "sent_bytes": sent[name],
                         "quiet": statistics.mean(alone for _, alone in took[name]),
@@ -245,8 +257,12 @@ def _step(
 def speedups(rows: Iterable[Mapping[str, Any]], against: str = "explicit") -> list[dict[str, Any]]:
     """Each row with ``ratio``: how many times as long the member ``against`` takes at its setting."""
     rows = list(rows)
-    base = {(r["link"], r["seq"], r["heads"]): r["seconds"] for r in rows if r["member"] == against}
-    return [{**r, "against": against, "ratio": base[r["link"], r["seq"], r["heads"]] / r["seconds"]} for r in rows]
+
+    def setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row["link"], row["seq"], row["heads"], row.get("both_ways", False)
+
+    base = {setting(row): row["seconds"] for row in rows if row["member"] == against}
+    return [{**row, "against": against, "ratio": base[setting(row)] / row["seconds"]} for row in rows]
 
 
 def recompute_cost(

@@ -7,7 +7,7 @@ import re
 from docutils import nodes
 from sphinx.application import Sphinx
 
-_UNITS = r"(?:%|(?:[kMGT]?B|[MG]bit/s|[kMGT]B/s|TFLOP/s|ms|s)\b)"
+_UNITS = r"(?:%|(?:[kMGT]?B|[MG]bit/s|TFLOP/s|ms|s)\b)"
 _BREAK = re.compile(rf"(?<=\d) (?=\d{{3}}(?!\d)|{_UNITS})")
 _AS_WRITTEN = (nodes.literal, nodes.literal_block, nodes.math, nodes.math_block, nodes.raw, nodes.comment)
 
