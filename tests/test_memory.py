@@ -138,7 +138,7 @@ def settle(collective: Any) -> Any:
 
     def settled(*args: Any, **kwargs: Any) -> Any:
         result = collective(*args, **kwargs)
-        time.sleep(0.005)
+        time.sleep(0.03)
         return result
 
     return settled
