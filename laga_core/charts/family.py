@@ -99,7 +99,7 @@ def step_times(
 
     ``rows`` of :func:`laga_core.experiments.family.step_times`, by default those of the first committed record.
     """
-    rows = list(rows or family.published("step times")[0].metrics["rows"])
+    rows = family.with_gloo(rows or family.published("step times")[0].metrics["rows"])
     base_seconds = {(r["link"], r["seq"], r["heads"]): r["seconds"] for r in rows if r["member"] == against}
     data = [
         {

@@ -76,6 +76,8 @@ def run(store: Store, rerun: bool = False, patience: float = 0.0, **grid: Any) -
     ``dtype``, the name of the dtype of all that is timed, or ``seconds``, as in :func:`step_times`. Raises
     ``RuntimeError`` where this machine cannot emulate a cluster.
     """
+    if "seconds" in grid:
+        grid["seconds"] = float(grid["seconds"])  # or 150 and 150.0 would be two records
     timing: dict[str, Any] = {name: grid[name] for name in ("dtype", "seconds") if name in grid}
     cells: dict[str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]] = {
         "step times": ({**GRID, **grid}, partial(_grid_metrics, patience=patience)),
@@ -172,8 +174,8 @@ def step_times(
 def typical_seconds(times: Sequence[Sequence[float]]) -> list[float]:
     """Each member's typical time, from its ``times`` in rounds in which all members took turns.
 
-    The median over the rounds of its time in units of the round's median, times the median round. What slows a whole
-    round so falls on none of its members: that halves the scatter which plain medians have on a shared machine.
+    The median, over the rounds, of its time divided by the round's median time; in seconds of the median round. What
+    slows a whole round, as others on a shared machine do, so falls on none of its members.
     """
     rounds = [statistics.median(each) for each in zip(*times, strict=True)]
     usual = statistics.median(rounds)
@@ -252,6 +254,11 @@ def _step(
         layer(hidden).sum().backward()
 
     return step
+
+
+def with_gloo(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of :func:`step_times` that were timed with gloo's own collectives."""
+    return [row for row in rows if not row.get("both_ways")]
 
 
 def speedups(rows: Iterable[Mapping[str, Any]], against: str = "explicit") -> list[dict[str, Any]]:
@@ -404,14 +411,24 @@ def _calibrate(links: list[float | None], patience: float, dtype: str) -> dict[s
 
 
 def _exchange_seconds(size: int, quiet: Quiet, repeats: int) -> float:
-    """From when the second of two ranks comes to an all-to-all until both have ended it."""
+    """What the second of two ranks that come to an all-to-all spends in it; it has the last of the data."""
     received, sent = torch.empty(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    took: list[float] = []
 
     def exchange() -> None:
         time.sleep(_LATE * dist.get_rank())
+        start = time.perf_counter()
         dist.all_to_all_single(received, sent)
+        took.append(time.perf_counter() - start)
 
-    return _median(exchange, quiet, repeats) - _LATE
+    exchange()
+    times = []
+    for _ in range(repeats):
+        quiet.timed(exchange)
+        times.append(took[-1])
+    late = torch.tensor(statistics.median(times), dtype=torch.float64)
+    dist.broadcast(late, 1)
+    return late.item()
 
 
 def _median(run: Callable[[], Any], quiet: Quiet, repeats: int = 15) -> float:
@@ -433,7 +450,7 @@ def picks(
     ``part``: the pick's speed in units of the best's. ``right``: the pick is the best, or as quick within ``close``.
     """
     settings: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in rows:
+    for row in with_gloo(rows):
         settings.setdefault((row["link"], row["seq"], row["heads"]), {})[row["member"]] = row["seconds"]
     found = []
     for (link, seq, heads), seconds in settings.items():
