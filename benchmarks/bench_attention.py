@@ -127,4 +127,4 @@ def _on_two_ranks(seq: int = 1024) -> tuple[dict[str, float], dict[str, str]]:
 
     layers = {"laga": laga, "explicit": plain, "ulysses": ulysses, "laga, nothing sent": nothing_sent}
     profiles = {name: operators(run) for name, run in layers.items()}
-    return interleaved(layers, repeats=7), profiles
+    return {name: took.seconds for name, took in interleaved(layers, repeats=7).items()}, profiles

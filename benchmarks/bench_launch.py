@@ -25,5 +25,5 @@ def compare() -> Iterator[Comparison]:
     for run in candidates.values():
         run()
     took = interleaved(candidates, repeats=3, spare=3)
-    ours, theirs = took["ours"], took["theirs"]
+    ours, theirs = took["ours"].seconds, took["theirs"].seconds
     yield Comparison("launch, torchrun: two ranks", f"{ours:.1f} s", f"{theirs:.1f} s", ours / theirs, at_most=1.2)

@@ -8,16 +8,29 @@ from __future__ import annotations
 import math
 import operator
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 _WIDTH = 58  # of a name
 _QUIET = 0.1  # of the machine may be used by others in an undisturbed round
+_MUCH = 0.05  # of a step in the operating system is worth a word
+
+
+class Took(NamedTuple):
+    """Seconds of a step, and the CPU seconds of its process in the operating system, mostly for memory new to it.
+
+    On a virtual machine that is cheap where its host has the memory ready, else dear: and a ratio goes with it.
+    """
+
+    seconds: float
+    system: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class Comparison:
     at_most: float | None = None
     bound: float | None = None
     profile: Callable[[], str] | None = None  # explains a ratio that falls short
+    note: str = ""  # below the line
 
     @property
     def wanted(self) -> str:
@@ -51,7 +65,8 @@ class Comparison:
         verdict = "" if not self.wanted else "met" if self.met else "FALLS SHORT"
         bound = "" if self.bound is None else f"{self.bound:.2f}"
         figures = f"{self.ours:>12}{self.theirs:>12}{self.ratio:>9.2f}{bound:>9}"
-        return f"{self.name:<{_WIDTH}}{figures}  {self.wanted:<8}{verdict}"
+        note = self.note and f"\n  {self.note}"
+        return f"{self.name:<{_WIDTH}}{figures}  {self.wanted:<8}{verdict}{note}"
 
 
 HEADER = f"{'':<{_WIDTH}}{'ours':>12}{'theirs':>12}{'ratio':>9}{'bound':>9}  wanted"
@@ -59,14 +74,14 @@ HEADER = f"{'':<{_WIDTH}}{'ours':>12}{'theirs':>12}{'ratio':>9}{'bound':>9}  wan
 
 def interleaved(
     candidates: dict[str, Callable[[], object]], repeats: int = 5, spare: int = 0, seconds: float = math.inf
-) -> dict[str, float]:
-    """Median seconds of each candidate over ``repeats`` rounds, the order turned every round.
+) -> dict[str, Took]:
+    """The median :class:`Took` of each candidate over ``repeats`` rounds, the order turned every round.
 
     Call each once before. Up to ``spare`` rounds more are run while other processes disturb them, and the least
     disturbed are kept. No round but the first begins after ``seconds``. Ranks of one job must all run as many: leave
     both as they are there.
     """
-    rounds: list[tuple[float, dict[str, float]]] = []  # share of the machine that others took, seconds
+    rounds: list[tuple[float, dict[str, Took]]] = []  # share of the machine that others took, seconds
     names, end = list(candidates), time.perf_counter() + seconds
     while len(rounds) < repeats + spare and sum(others < _QUIET for others, _ in rounds) < repeats:
         if rounds and time.perf_counter() > end:
@@ -75,15 +90,19 @@ def interleaved(
         took = {}
         others_before, begin = _others_cpu_seconds(), time.perf_counter()
         for name in names[turn:] + names[:turn]:
-            start = time.perf_counter()
+            start, system = time.perf_counter(), _system_seconds()
             candidates[name]()
-            took[name] = time.perf_counter() - start
+            took[name] = Took(time.perf_counter() - start, _system_seconds() - system)
         wall = time.perf_counter() - begin
         rounds.append(((_others_cpu_seconds() - others_before) / wall / (os.cpu_count() or 1), took))
     kept = sorted(rounds, key=lambda r: r[0])[:repeats]
     if spare and kept[-1][0] > 2 * _QUIET:
         print(f"the machine is busy: other processes took up to {kept[-1][0]:.0%} of it in what follows", flush=True)
-    return {name: statistics.median(took[name] for _, took in kept) for name in names}
+    return {name: Took(*map(statistics.median, zip(*(took[name] for _, took in kept), strict=True))) for name in names}
+
+
+def _system_seconds() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_stime
 
 
 def _others_cpu_seconds() -> float:
@@ -109,9 +128,12 @@ def faster(
 ) -> Comparison:
     """How many times faster ``ours`` is, and ``floor`` would be; see :func:`interleaved`."""
     took = interleaved({"ours": ours, "theirs": theirs, "floor": floor}, repeats, spare=repeats, seconds=seconds)
-    mine, other = (f"{1e3 * took[who]:.0f} ms" for who in ("ours", "theirs"))
-    ratio, bound = (took["theirs"] / took[who] for who in ("ours", "floor"))
-    return Comparison(name, mine, other, ratio, at_least, bound=bound, profile=lambda: operators(ours))
+    mine, other = (f"{1e3 * took[who].seconds:.0f} ms" for who in ("ours", "theirs"))
+    ratio, bound = (took["theirs"].seconds / took[who].seconds for who in ("ours", "floor"))
+    new = ", ".join(f"{1e3 * took[who].system:.0f} ms of {who}" for who in ("ours", "theirs"))
+    much = any(system > _MUCH * seconds for seconds, system in took.values())
+    note = f"in the operating system, with memory new to the step: {new}" if much else ""
+    return Comparison(name, mine, other, ratio, at_least, bound=bound, profile=lambda: operators(ours), note=note)
 
 
 def smaller(
