@@ -38,7 +38,7 @@ print: book browser # the whole book as one PDF, drawn by Chrome or Chromium
 	@ls -l _build/book.pdf
 
 bench: $(TEST_READY)
-	@KINETO_LOG_LEVEL=6 $(PY) -m benchmarks # or the profiler says when it starts and stops
+	@KINETO_LOG_LEVEL=6 TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m benchmarks # or the profiler and sockets say what they do
 
 clean:
 	rm -rf _build book/experiments .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -54,7 +54,7 @@ class Comparison:
     def wanted(self) -> str:
         if self.at_least is not None:
             return f">= {self.at_least:g}"
-        return "" if self.at_most is None else f"<= {self.at_most:g}"
+        return "" if self.at_most is None else f"<= {self.at_most:.3g}"
 
     @property
     def met(self) -> bool:
@@ -66,7 +66,7 @@ class Comparison:
         bound = "" if self.bound is None else f"{self.bound:.2f}"
         figures = f"{self.ours:>12}{self.theirs:>12}{self.ratio:>9.2f}{bound:>9}"
         note = self.note and f"\n  {self.note}"
-        return f"{self.name:<{_WIDTH}}{figures}  {self.wanted:<8}{verdict}{note}"
+        return f"{self.name:<{_WIDTH}}{figures}  {self.wanted:<10}{verdict}{note}"
 
 
 HEADER = f"{'':<{_WIDTH}}{'ours':>12}{'theirs':>12}{'ratio':>9}{'bound':>9}  wanted"

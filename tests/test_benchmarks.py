@@ -50,6 +50,7 @@ def test_a_line_says_the_ratio_the_bound_and_what_was_wanted() -> None:
     assert first.split() == ["x", "2", "ms", "3", "ms", "1.50", "1.75", ">=", "2", "FALLS", "SHORT"]
     assert second.strip() == "because"
     assert str(harness.Comparison("x", "1 MB", "4 MB", 0.25, at_most=0.25)).split()[-3:] == ["<=", "0.25", "met"]
+    assert str(harness.Comparison("x", "1 MB", "40 MB", 0.025, at_most=1 / 30)).split()[-3:] == ["<=", "0.0333", "met"]
     assert harness.Comparison("x", "", "", 9.0).met
 
 
